@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +213,32 @@ def test_every_mode_and_map_under_one_api(mode, upsample):
         own_key = jax.random.split(jax.random.key(0))[0]
         first, _ = families.first_params(family, own_key, (4, 4, 1), 8, 3)
         assert np.allclose(kept, first["map"], atol=1e-6) == (upsample == "fixed")
+
+
+@pytest.mark.parametrize("mode", ["independent", "label", "joint-full"])
+def test_labels_without_a_sample_in_the_fit_are_told(mode):
+    """What depends on such a label stays random: NPPR was .2 where with all labels it is 0."""
+    w = np.random.default_rng(0).normal(size=(16, 3))
+    net = Model(apply_linear, jnp.asarray(w - w.mean(axis=0), jnp.float32))
+    x = jax.random.uniform(jax.random.key(3), (40, 4, 4, 1))
+    y = np.asarray(jnp.argmax(net(x), axis=-1))
+    family = Family(mode=mode, components=2, latent=4, side=4)
+    how = {"eps": 0.1, "key": jax.random.key(0), "family": family, "schedule": Schedule(steps=2)}
+    how["features"] = net
+    rest = y != 2
+    assert 0 < np.sum(rest) < len(y)
+    found, whole = nppr.fit(net, x[rest], y[rest], **how), nppr.fit(net, x, y, **how)
+    assert whole.unfitted(y) is None
+    assert np.array_equal(whole.labels, np.bincount(y, minlength=3))
+    ask = {"key": jax.random.key(1), "draws": 20}
+    for measure in (nppr.estimate, nppr.probabilistic_accuracy):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            measure(net, found, x, y, **ask)
+            measure(net, found, x[rest], y[rest], **ask)
+        told = [str(one.message) for one in said if "of the fit had" in str(one.message)]
+        expected = f"{int(np.sum(~rest))} of 40 samples have labels"
+        assert [text.startswith(expected) for text in told] == [True] * (mode != "independent")
 
 
 def test_a_fit_finds_what_noise_does_not():

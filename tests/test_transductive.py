@@ -466,6 +466,12 @@ def test_first_falls_and_clean_fallbacks_understate(shaky, key):
     kept = attackers.choose(parity, start, moved, Simulation(0.0, 9.0), 0)
     np.testing.assert_array_equal(kept.x, x)  # No simulated error: the clean set.
     assert int(attackers.choose(parity, start, moved, Simulation(0.1, 0.0), 0).number) == 0
+    for errors in (0.1, 0.3, 1 / 3, 0.5, 2 / 3, 0.7):  # Ties: the larger loss, whatever the rate.
+        first = attackers.choose(ATTACK, attackers.no_best(ATTACK, x), moved,
+                                 Simulation(errors, 1.0), 0)  # fmt: skip
+        for loss in (0.5, 2.0):
+            second = attackers.choose(ATTACK, first, moved, Simulation(errors, loss), 1)
+            assert int(second.number) == (loss > 1), (errors, loss)
     usual = attackers.no_best(ATTACK, x)
     assert int(attackers.choose(ATTACK, usual, moved, Simulation(0.0, -np.inf), 0).number) == 0
 

@@ -394,8 +394,12 @@ def _fitted(
     x, y = held
     spread = nppr.spread_within(found, x[:50], y[:50], key=jax.random.key(parsed.seed))
     shares = np.mean(found.mixture(x, y).proportions, axis=0)
+    counted = _measure(parsed, model, found, x, y, np.arange(len(y)))
+    doubts = [] if found.learnt else ["no gradient reached the distribution"]
+    if (missing := found.unfitted(y[counted.correct])) is not None:
+        doubts.append(f"{missing}; the first half of the samples is that of the fit: shuffle them")
     return {
-        **_row(_measure(parsed, model, found, x, y, np.arange(len(y)))),
+        **_row(counted),
         "fitted_value": float(np.mean(np.asarray(found.history.survived)[-20:])),
         "entropy_ratio": float(found.history.entropy[-1]),
         "entropy_ratio_within": float(found.history.own_entropy[-1]),
@@ -405,7 +409,7 @@ def _fitted(
         "spread_within": float(spread.within.mean()),
         "saturated": spread.saturated,
         "learnt": found.learnt,
-        "remarks": [] if found.learnt else ["no gradient reached the distribution"],
+        "remarks": doubts,
         "fit_seconds": seconds,
     }
 

@@ -23,6 +23,7 @@ from wdjax.core import AnyArray, Array, Classifier
 from wdjax.metrics import ConfidenceInterval
 from wdjax.nppr import counting
 from wdjax.nppr.counting import TWIN, Counts, Perturbation
+from wdjax.nppr.fitted import Fitted
 from wdjax.precision import full_precision
 
 
@@ -115,6 +116,9 @@ def estimate(
         samples of the batch, a call inside a trace: counts have no gradients; use
         :func:`expected_loss`.
 
+    Warns:
+      UserWarning: a fitted distribution sees labels, and no sample of its fit had some of these.
+
     Cost: ``draws`` forward passes for each input, rounded up to a multiple of 20.
 
     Differs: inputs that are misclassified without perturbation do not count. The paper's equation 2
@@ -133,6 +137,7 @@ def estimate(
     arguments.check(perturbation=perturbation, model=model, x=x, y=y, key=key)
     host_only("nppr.estimate", TWIN, model, perturbation, x, y, key)
     x, y, right = correct_inputs(model, perturbation, x, y)
+    arguments.warn(unfitted(perturbation, y[right]))
     asked = counting.poll(model, perturbation, x, y, key, index, batch_size, mesh)
     rows = np.flatnonzero(right)
     tally = counting.count(asked, rows, 0, validate.check_count("draws", draws))
@@ -151,6 +156,11 @@ def correct_inputs(
     if not right.any():
         raise ValueError("no sample is classified correctly: nothing is left to be robust.")
     return x, y, right
+
+
+def unfitted(perturbation: Perturbation, y: Array) -> str | None:
+    """The remark of :meth:`Fitted.unfitted`; None for other distributions."""
+    return perturbation.unfitted(y) if isinstance(perturbation, Fitted) else None
 
 
 @distinct.jit

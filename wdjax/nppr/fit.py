@@ -203,7 +203,8 @@ def _fit(
     last = _carry(plan, data, stacked, saving)
     kept = jax.device_get((last.eps, last.params, last.stats, last.history))
     each = (jax.tree.map(lambda leaf, i=i: jnp.asarray(leaf[i]), kept) for i in range(len(keys)))
-    return [_fitted(model, how, *one) for one in each]
+    labels = jnp.bincount(data.y, length=classes)
+    return [_fitted(model, how, labels, *one) for one in each]
 
 
 def _data(model: Classifier, x: Array, y: Array, how: _Options) -> tuple[objective.Data, int]:
@@ -228,9 +229,15 @@ def _data(model: Classifier, x: Array, y: Array, how: _Options) -> tuple[objecti
 
 
 def _fitted(
-    model: Classifier, how: _Options, eps: Array, params: Params, stats: Params, history: FitHistory
+    model: Classifier,
+    how: _Options,
+    labels: Array,
+    eps: Array,
+    params: Params,
+    stats: Params,
+    history: FitHistory,
 ) -> Fitted:
-    """One fit's result, of the last state's leaves."""
+    """One fit's result, of the number of samples of each label and the last state's leaves."""
     return Fitted(
         family=how.family,
         ball=how.ball,
@@ -241,6 +248,7 @@ def _fitted(
         features=how.features if how.family.sees_input else None,
         offset=how.offset,
         model=None if how.offset is None else model,
+        labels=labels,
     )
 
 

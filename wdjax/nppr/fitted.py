@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from wdjax import distinct
 from wdjax.balls import Lp
-from wdjax.core import Array
+from wdjax.core import AnyArray, Array
 from wdjax.nppr import family as families
 from wdjax.nppr import mixture as mixtures
 from wdjax.nppr import upsample as up
@@ -50,6 +51,8 @@ class Fitted:
     offset: Callable[..., Array] | None
     model: Any
     """The model that the offset attacks, or None."""
+    labels: Array | None = None
+    """``[K]``: how many samples of the fit have each label; None inside a training."""
 
     def mixture(self, x: Array, y: Array) -> Mixture:
         """The mixtures of inputs, by the running averages: each depends on its own input alone."""
@@ -82,6 +85,24 @@ class Fitted:
         matrix = families.to_input(self.family, self.params, shape)
         v = latent if matrix is None else latent @ matrix
         return up.into_ball(v, self.eps, self.ball.norm).reshape(*latent.shape[:2], *shape)
+
+    def unfitted(self, y: AnyArray) -> str | None:
+        """A remark on samples whose labels ``y``, ``[n]``, no sample of the fit had; else None.
+
+        What depends on such a label is still as random as at the start of the fit.
+        """
+        if self.labels is None or not self.family.sees_label:
+            return None
+        y = np.asarray(y)
+        missing = np.asarray(self.labels)[y] == 0
+        if not missing.any():
+            return None
+        return (
+            f"{missing.sum()} of {len(y)} samples have labels that no correctly classified sample "
+            f"of the fit had ({', '.join(map(str, np.unique(y[missing])[:10]))}): their "
+            "distributions are random ones, not the worst, and NPPR is too high; fit on samples of "
+            "all labels, or with a mode that does not see them"
+        )
 
     @property
     def learnt(self) -> bool:

@@ -19,7 +19,7 @@ from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Classifier
 from wdjax.nppr import counting, distributions
 from wdjax.nppr.counting import TURN, TWIN, Counts, Perturbation
-from wdjax.nppr.estimate import Estimate, correct_inputs, estimate, zero_elsewhere
+from wdjax.nppr.estimate import Estimate, correct_inputs, estimate, unfitted, zero_elsewhere
 from wdjax.precision import full_precision
 from wdjax.smoothing import binomial
 
@@ -120,6 +120,9 @@ def probabilistic_accuracy(
     Raises:
       ValueError: as :func:`~wdjax.nppr.estimate`, or a risk or level out of range.
 
+    Warns:
+      UserWarning: as :func:`~wdjax.nppr.estimate`, or a risk that ``draws`` copies cannot show.
+
     Cost: for an input that never fails about 40, 90 and 500 forward passes at rho .1, .05 and .01.
 
     Source: Robey et al. [robey2022] for the quantity, Robbins [robbins1970] for the test.
@@ -138,6 +141,7 @@ def probabilistic_accuracy(
     most = validate.check_count("draws", draws)
     risks = _risks(rho, alpha, most)
     x, y, right = correct_inputs(model, perturbation, x, y)
+    arguments.warn(unfitted(perturbation, y[right]))
     asked = counting.poll(model, perturbation, x, y, key, index, batch_size, mesh)
     rows, n = np.flatnonzero(right), len(right)
     test = _decide_all(asked, rows, risks, alpha, most)

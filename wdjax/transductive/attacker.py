@@ -187,14 +187,17 @@ def choose(
 ) -> BestSet:
     """The better of two sets; a loss that is NaN ranks below all others."""
     errors, value = simulation
-    value = value if np.isfinite(value) else -np.inf
-    new, other = (errors, value), (float(best.errors), float(best.value))
+    # Both rounded, so that equal error rates are ties.
+    told = _told(errors, value if np.isfinite(value) else -np.inf, number)
+    new, other = (
+        (float(rate), float(loss)) for rate, loss in (told[:2], (best.errors, best.value))
+    )
     if attack.select == "loss" and not attack.clean_fallback:
         new, other = new[::-1], other[::-1]
     fault = best.fault | moved.fault
     if not new > other:
         return best._replace(fault=fault)
-    return BestSet(moved.x_adv, *_told(errors, value, number), fault)
+    return BestSet(moved.x_adv, *told, fault)
 
 
 def _told(errors: float, value: float, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
