@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from wdjax import program
 from wdjax.bounds.affine_rules import evaluate
-from wdjax.bounds.rewritten import rewritten
+from wdjax.bounds.rewritten import rewritten, settled
 from wdjax.checks import validate
 
 CALLS = {
@@ -121,7 +121,7 @@ def _inline(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[in
             outputs = [_empty(graph, aval) for aval in map(_aval, eqn.outvars)]
         else:
             outputs = tuple(graph.new() for _ in eqn.outvars)
-            graph.nodes.append(Node(eqn, inputs, tuple(outputs)))
+            graph.nodes.append(Node(settled(eqn), inputs, tuple(outputs)))
             graph.avals.update({place: var.aval for place, var in zip(outputs, eqn.outvars)})
             avals = [*map(_aval, eqn.invars)]
             known = [graph.constants.get(place) for place in inputs]

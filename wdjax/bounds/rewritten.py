@@ -1,4 +1,5 @@
-"""Rewrites primitives such as ``top_k`` in terms of others that have interval rules."""
+"""Rewrites primitives such as ``top_k`` in terms of others that have interval rules, and says what
+others leave open."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,6 +111,25 @@ def _reduced(eqn: JaxprEqn, start: Any) -> Written | None:
         return _COMBINED[name](found, jnp.broadcast_to(start, found.shape))
 
     return reduced
+
+
+def settled(eqn: JaxprEqn) -> JaxprEqn:
+    """The equation, with what XLA does where an index lies outside of the array.
+
+    ``x[:, 9]`` of 4 columns reads the last one, and a scatter drops what it cannot place. JAX says
+    only that the indices are promised to be inside, and its derivatives rely on that: the one of
+    ``x[:, [0, 9]]`` in ``x[:, 3]`` is 0.
+
+    >>> closed = jax.make_jaxpr(lambda x: x[jnp.array([0, 9])])(jnp.ones(4))
+    >>> [gather] = [eqn for eqn in closed.eqns if eqn.primitive.name == "gather"]
+    >>> settled(gather).params["mode"] == lax.GatherScatterMode.CLIP
+    True
+    """
+    if eqn.params.get("mode") != lax.GatherScatterMode.PROMISE_IN_BOUNDS:
+        return eqn
+    modes = lax.GatherScatterMode
+    mode = modes.CLIP if eqn.primitive.name == "gather" else modes.FILL_OR_DROP
+    return eqn.replace(params={**eqn.params, "mode": mode})
 
 
 _WRITTEN = {"reduce_window": _windowed, "reduce": _reduced}

@@ -79,7 +79,7 @@ def diagnose(
       ``found``, with ``overlooked`` set if the attack was blind, or if another one breaks more and
       this one was hardly better than noise or had half of the box to search.
     """
-    said = _missed(found, attack, eps)
+    said = _missed(found, attack)
     if isinstance(attack.ball, Lp) and _standing(found).any():
         farthest = attack.ball.diameter(found.x_adv.shape[1:])
         radius = np.asarray(farthest if attack.budget == "none" else eps)
@@ -140,9 +140,9 @@ def _gains(
     return mine, other
 
 
-def _missed(found: Found, attack: Attack, eps: Any) -> list[str]:
+def _missed(found: Found, attack: Attack) -> list[str]:
     """What to say of a minimum-norm search that left samples without a flip."""
-    if eps is not None or attack.budget != "none":
+    if attack.budget != "none":
         return []
     return [
         f"{text}; unless there is none in the box, more steps or ensembles.wda_star find one"
