@@ -187,6 +187,29 @@ def test_a_verdict_does_not_depend_on_how_logits_are_written(name):
         assert (margin(row.x_adv, TASK)[row.success] > -resolution(which)).all(), which
 
 
+def measured(p, x):
+    """The net, of inputs in another unit."""
+    return apply(p["net"], x / p["unit"])
+
+
+UNITS = {name: each for name, each in EVERY.items() if each[1](Lp(each[0])).budget == "none"}
+UNITS |= {"DDN": (2, functools.partial(attacks.DDN, steps=60))}  # With no radius of ours.
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_a_distance_does_not_depend_on_the_unit_of_inputs(name):
+    """A box 256 times as wide changes no rounding, so that only lengths of an attack's own show."""
+    norm, make = UNITS[name]
+    costs = []
+    for unit in (1.0, 256.0):
+        net = wdjax.Model(measured, {"net": variant("plain")[0].args[0], "unit": unit})
+        attack = make(Lp(norm, (0.0, unit)))
+        found = wdjax.search(attack, net, x * unit, y, key=KEY if attack.random else None)
+        costs.append(np.asarray(found.cost) / (unit if norm else 1))
+    assert np.isfinite(costs[0]).mean() > 0.9
+    assert costs[1] == pytest.approx(costs[0], rel=1e-4)
+
+
 SOME = ("dead at -1e9", "shifted by 1e3", "times 1e-2", "other classes")
 FEW = Task(TASK.net, x[:12], y[:12])
 IMAGES = net(scale=3.0).args[0]

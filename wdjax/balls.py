@@ -54,6 +54,11 @@ class Lp:
         return (high - low) * math.prod(shape) ** (0 if self.norm == math.inf else 1 / self.norm)
 
     @property
+    def width(self) -> float:
+        """The box's width, the unit of default lengths; 1 without a box."""
+        return 1.0 if self.box is None else self.box[1] - self.box[0]
+
+    @property
     def units(self) -> str:
         """The unit of radii, for warnings about radii that are meant in grey levels."""
         if self.norm == 0:

@@ -68,8 +68,8 @@ class ALMA(nearest.NearestAttack):
       steps: gradient steps.
       loss: ``(out, y) -> [n]`` that is positive at flips; by default DLR for three classes and
         more, the margin for two.
-      first: change of the distance by the first step; 0.5 for norm 1 and 0.1 for norm 2, by
-        default.
+      first: change of the distance by the first step, in the units of ``x``; by default 0.5 for
+        norm 1 and 0.1 for norm 2, in widths of the box.
 
     Raises:
       ValueError: norm inf, fewer than one step.
@@ -140,7 +140,7 @@ class ALMA(nearest.NearestAttack):
         constraint = jnp.nan_to_num(self._constraint(seen.out, samples.y), nan=1.0).astype(x.dtype)
         state = self._weigh(state._replace(best=best), constraint, info.value > 0)
         away = jax.grad(lambda delta: jnp.sum(norms.lp_norm(delta, self.ball.norm)))(state.delta)
-        slope = _penalty_slope(constraint, state.rho, state.mu)
+        slope = self.ball.width * _penalty_slope(constraint, state.rho, state.mu)
         gradient = away + norms.spread(slope, x) * seen.gradient
         squares = _SQUARES * state.squares + (1 - _SQUARES) * gradient**2
         scaled = gradient / (jnp.sqrt(squares) + 1e-8)
@@ -162,7 +162,7 @@ class ALMA(nearest.NearestAttack):
         """
         first = self.first
         if first is None:
-            first = 0.5 if self.ball.norm == 1 else 0.1
+            first = (0.5 if self.ball.norm == 1 else 0.1) * self.ball.width
         length = norms.lp_norm((1 - _MEAN) * direction, self.ball.norm)
         return jnp.where(length > 0, first / jnp.where(length > 0, length, 1.0), jnp.inf)
 

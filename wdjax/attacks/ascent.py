@@ -383,17 +383,17 @@ def need_logits(name: str, out: PyTree) -> None:
         )
 
 
-def shortest(x: Array, norm: float) -> float:
+def shortest(ball: Lp, x: Array) -> float:
     """The shortest step that is not lost in the rounding of points.
 
     Args:
-      x: ``[n, *shape]`` points of a box of width 1.
-      norm: in which the step is measured.
+      ball: in whose norm the step is measured, and whose box has the points.
+      x: ``[n, *shape]`` points.
 
-    >>> shortest(jnp.zeros((1, 4)), 2) == 8 * 2**-23
+    >>> shortest(Lp(2), jnp.zeros((1, 4))) == 8 * 2**-23
     True
     """
-    return 4 * float(jnp.finfo(x.dtype).eps) * x[0].size ** (1 / norm)
+    return 4 * ball.width * float(jnp.finfo(x.dtype).eps) * x[0].size ** (1 / ball.norm)
 
 
 _SHARE = {1: 0.25, 2: 0.4, math.inf: 0.02 / (8 / 255)}
@@ -404,8 +404,8 @@ def default_step(ball: Lp, eps: Array | None) -> Array | float:
     """The paper's steps as a share of ``eps``: 0.02 for eps 8/255 (inf), 0.2 for eps 0.5 (2).
 
     Args:
-      ball: its norm decides.
-      eps: ``[n]`` radii. Without them the step is 0.02 or 0.2 itself, meant for a box of width 1.
+      ball: its norm decides, without ``eps`` its box too.
+      eps: ``[n]`` radii. Without them the step is 0.02 or 0.2 itself, in widths of the box.
 
     Returns:
       ``[n]`` lengths in the ball's norm, or one for all.
@@ -415,7 +415,7 @@ def default_step(ball: Lp, eps: Array | None) -> Array | float:
     >>> default_step(Lp(2), jnp.array([0.5])).tolist(), default_step(Lp(2), None)
     ([0.20000000298023224], 0.2)
     """
-    return _ABSOLUTE[ball.norm] if eps is None else _SHARE[ball.norm] * eps
+    return _ABSOLUTE[ball.norm] * ball.width if eps is None else _SHARE[ball.norm] * eps
 
 
 def hold(over: Array, state: PyTree, moved: PyTree) -> PyTree:

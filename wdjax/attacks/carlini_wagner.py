@@ -48,7 +48,8 @@ class CarliniWagner(nearest.NearestAttack):
       steps: Adam steps of each round.
       rounds: the number of weights tried.
       step_size: Adam's.
-      weight: c of the first round, multiplied by ``1 / |margin of the sample|``.
+      weight: c of the first round, multiplied by ``width^2 / |margin of the sample|``, of the
+        box's width.
       confidence: k, in logits; with 0 the margin term ends at the boundary.
 
     Raises:
@@ -124,7 +125,7 @@ class CarliniWagner(nearest.NearestAttack):
         info = ascent.note(victim, samples.y, seen)
         reading = ascent.read(victim.criterion, samples, seen.out)
         clean = jnp.abs(victim.criterion(samples.out, samples.y)).astype(x.dtype)
-        weight = state.weight / jnp.where(clean > 0, clean, 1.0)
+        weight = state.weight * self.ball.width**2 / jnp.where(clean > 0, clean, 1.0)
         lacking = jnp.where(reading.beyond < self.confidence, weight, 0.0)
         pull = 2 * (samples.x - x)
         (gradient,) = back(pull + norms.spread(lacking, x) * seen.gradient)

@@ -35,9 +35,10 @@ class DDN(nearest.NearestAttack):
       ball: norm 2, and the box.
       steps: gradient steps.
       loss: ``(out, y) -> [n]``, to be increased.
-      step_size: l2 length of the first step; it falls to a hundredth.
+      step_size: l2 length of the first step, in the units of ``x``; it falls to a hundredth. By
+        default the width of the box.
       shrink: relative change of the radius in a step.
-      radius: the first radius, in the units of ``x``.
+      radius: the first radius, in the units of ``x``; by default the width of the box.
 
     Raises:
       ValueError: another norm, fewer than one step.
@@ -60,9 +61,9 @@ class DDN(nearest.NearestAttack):
     ball: Lp = setting(Lp(2))
     steps: int = setting(100)
     loss: Callable[[PyTree, Array], Array] = setting(losses.cross_entropy)
-    step_size: float | Array = 1.0
+    step_size: float | Array | None = None
     shrink: float | Array = 0.05
-    radius: float | Array = 1.0
+    radius: float | Array | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", validate.check_count("steps", self.steps))
@@ -78,7 +79,8 @@ class DDN(nearest.NearestAttack):
         x = samples.x
         delta = jnp.zeros_like(x) if start is None else self.ball.clip(start) - x
         far = norms.lp_norm(delta, 2)
-        radius = jnp.where(far > 0, far, jnp.asarray(self.radius, x.dtype))
+        first = self.ball.width if self.radius is None else self.radius
+        radius = jnp.where(far > 0, far, jnp.asarray(first, x.dtype))
         none = jnp.zeros(len(x), jnp.int32)
         return State(delta, radius, none, nearest.nearest_before(victim, samples))
 
@@ -92,7 +94,8 @@ class DDN(nearest.NearestAttack):
         seen = ascent.slope(victim, point, samples.y, self.loss)
         info = ascent.note(victim, samples.y, seen)
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, point, seen.out)
-        size = nearest.cosine(self.step_size, 0.01 * self.step_size, state.taken, self.steps)
+        first = self.ball.width if self.step_size is None else self.step_size
+        size = nearest.cosine(first, 0.01 * first, state.taken, self.steps)
         unit = nearest.direction(seen.gradient, 2)
         delta = state.delta + norms.spread(size, point) * unit
         radius = state.radius * jnp.where(info.value > 0, 1 - self.shrink, 1 + self.shrink)

@@ -39,7 +39,8 @@ class FMN(nearest.NearestAttack):
     Args:
       ball: norm and box.
       steps: gradient steps.
-      step_size: l2 length of the first step, whatever the norm; it falls to a hundredth.
+      step_size: l2 length of the first step, whatever the norm, in the units of ``x``; it falls to
+        a hundredth. By default the width of the box.
       shrink: relative change of the radius at the first step; falls to 0.001.
 
     Raises:
@@ -63,7 +64,7 @@ class FMN(nearest.NearestAttack):
 
     ball: Lp = setting(Lp())
     steps: int = setting(100)
-    step_size: float | Array = 1.0
+    step_size: float | Array | None = None
     shrink: float | Array = 0.05
 
     def __post_init__(self) -> None:
@@ -94,7 +95,8 @@ class FMN(nearest.NearestAttack):
         info = ascent.note(victim, samples.y, seen)
         known = state.best.known
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, seen.out)
-        size = nearest.cosine(self.step_size, 0.01 * self.step_size, state.taken, self.steps)
+        first = self.ball.width if self.step_size is None else self.step_size
+        size = nearest.cosine(first, 0.01 * first, state.taken, self.steps)
         share = nearest.cosine(self.shrink, 0.001, state.taken, self.steps)
         value = ascent.read(victim.criterion, samples, seen.out).beyond
         gap = nearest.plane_distance(value, seen.gradient, norm)

@@ -60,7 +60,8 @@ class PDPGD(nearest.NearestAttack):
     Args:
       ball: norm and box.
       steps: gradient steps.
-      step_size: Adam's first step size, in the units of ``x``; falls to a hundredth.
+      step_size: Adam's first step size, in the units of ``x``; falls to a hundredth. By default a
+        tenth of the box's width.
       dual_step: change of the multipliers' logarithm in a step, for 500 steps; larger for shorter
         runs, and falling to a tenth.
       ratio: ``l_1 / l_2`` at the first step, in units of the gradient's largest coordinate there.
@@ -87,7 +88,7 @@ class PDPGD(nearest.NearestAttack):
 
     ball: Lp = setting(Lp())
     steps: int = setting(500)
-    step_size: float | Array = 0.1
+    step_size: float | Array | None = None
     dual_step: float | Array = 0.1
     ratio: float | Array = 0.01
 
@@ -127,7 +128,8 @@ class PDPGD(nearest.NearestAttack):
         info = ascent.note(victim, samples.y, seen)
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, seen.out)
         gone = state.taken / self.steps
-        size = self.step_size * _PRIMAL_END**gone
+        first = 0.1 * self.ball.width if self.step_size is None else self.step_size
+        size = first * _PRIMAL_END**gone
         pace = self.dual_step * self._haste * (1 - (1 - _DUAL_END) * gone)
         slope = jax.nn.sigmoid(-info.value / self._unit(victim, samples))
         gradient = norms.spread(jnp.where(jnp.isfinite(slope), slope, 0.0), x) * seen.gradient

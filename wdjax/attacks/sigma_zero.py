@@ -101,7 +101,7 @@ class SigmaZero(nearest.NearestAttack):
         ``[n]``, rises, where rounding cannot turn it back.
         """
         x, home, pixels = state.x, samples.x, self.ball.pixels
-        width = 1.0 if self.ball.box is None else self.ball.box[1] - self.ball.box[0]
+        width = self.ball.width
         seen = ascent.slope(victim, x, samples.y, victim.criterion)
         info = ascent.note(victim, samples.y, seen)
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, seen.out)

@@ -48,7 +48,7 @@ class TrustRegion(nearest.NearestAttack):
       rivals: the number of classes compared at the sample, those of largest logit.
       growth: factor of the radius.
       radius: the first radius, in the units of ``x``; by default 0.001 for norm inf and 0.01 for
-        norm 2.
+        norm 2, in widths of the box.
       overshoot: enlarges the step to the linearised boundary by this share.
 
     Raises:
@@ -97,7 +97,7 @@ class TrustRegion(nearest.NearestAttack):
         x = samples.x if start is None else self.ball.clip(start)
         radius = self.radius
         if radius is None:
-            radius = _RADIUS[self.ball.norm]
+            radius = _RADIUS[self.ball.norm] * self.ball.width
         zero = jnp.zeros(len(x), x.dtype)
         best = nearest.nearest_before(victim, samples)
         return State(x, samples.y, zero + radius, zero, zero, best)
@@ -131,7 +131,7 @@ class TrustRegion(nearest.NearestAttack):
         radius = jnp.where(kept < _BAD, state.radius / self.growth, grown)
         gap = nearest.plane_distance(value, seen.gradient, norm)
         size = jnp.minimum(radius, gap * (1 + self.overshoot))
-        size = jnp.maximum(size, ascent.shortest(x, norm))
+        size = jnp.maximum(size, ascent.shortest(self.ball, x))
         moved = self.ball.clip(self.ball.ascend(x, seen.gradient, size))
         change = jnp.sum(((moved - x) * seen.gradient).reshape(len(x), -1), axis=-1)
         still = best.known
