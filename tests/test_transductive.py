@@ -529,6 +529,9 @@ def test_scores_that_are_nan_do_not_help_the_defence():
     found = games.GameReport(**fields | {"correct": facts, "score": score, "score_clean": score})
     rates = found.rejection(1.0)
     assert (rates.err, rates.rejected, rates.rejected_attacked) == (0.75, 0.75, 0.25)
+    assert rates.err_accepted == 1
+    nothing = dataclasses.replace(found, score=np.full((1, 4), 2.0)).rejection(1.0)
+    assert nothing.rejected_attacked == 1 and np.isnan(nothing.err_accepted)
 
 
 @pytest.mark.fast

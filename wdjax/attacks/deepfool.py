@@ -141,5 +141,6 @@ class DeepFool(nearest.NearestAttack):
         steep = norms.lp_norm(gradient, norms.dual(norm))
         known = (steep > 0) & jnp.isfinite(steep)
         size = jnp.where(known, margin / jnp.where(known, steep, 1.0), jnp.inf)
-        usable = jnp.where(jnp.isfinite(size), jnp.maximum(size, ascent.shortest(self.ball, x)), 0.0)
+        least = ascent.shortest(self.ball, x)
+        usable = jnp.where(jnp.isfinite(size), jnp.maximum(size, least), 0.0)
         return size, norms.spread(usable, x) * norms.dual_maximizer(gradient, norm)

@@ -1,6 +1,7 @@
 """Results of a game: accuracies over private keys, on attacked and on clean inputs."""
 
 import dataclasses
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ class Rejection(NamedTuple):
     err: float
     """Share of the attacked inputs that are accepted and wrong: the paper's equation 1."""
     err_accepted: float
-    """Share of the accepted attacked inputs that are wrong (authors' code); 0 without any."""
+    """Share of the accepted attacked inputs that are wrong (authors' code); NaN without any."""
     rejected: float
     """Share of the clean inputs that are rejected."""
     rejected_attacked: float
@@ -168,7 +169,7 @@ class GameReport:
         return Rejection(
             float(threshold),
             float(wrong.mean()),
-            float(wrong.sum() / kept) if kept else 0.0,
+            float(wrong.sum() / kept) if kept else math.nan,
             float((~(clean <= threshold)).mean()),
             float((~accepted).mean()),
         )

@@ -145,7 +145,8 @@ def double_oracle(
     Raises:
       ValueError: payoffs that are not finite, or fewer than one round.
 
-    Cost: in round t two replies, ``2 t`` payoffs and a linear program.
+    Cost: in round t two replies, ``2 t`` payoffs and a linear program; then one reply more of the
+    columns' player.
 
     Source: McMahan et al. [mcmahan2003].
 
@@ -184,6 +185,10 @@ def double_oracle(
         rows, columns = [*rows, up.strategy], [*columns, down.strategy]
         if min(gains @ q - p @ pays, upper - lower) <= tolerance:
             break
+    # The last reply of the rows' player was in no mixture yet.
+    p, _, _ = matrix_game(table)
+    if (bound := reply_column(rows, p).bound) >= lower:
+        lower, low_mix = float(bound), p
     row_mix, column_mix = (np.pad(mix, (0, len(rows) - len(mix))) for mix in (low_mix, high_mix))
     replied = float(np.max(table @ column_mix))
     return Equilibrium(tuple(rows), tuple(columns), row_mix, column_mix, lower, upper, replied)
@@ -229,7 +234,7 @@ def mixed_play(
       ValueError: bad samples, a defence with a state or rejections, an attack without a search, or
         outputs that are not finite.
 
-    Cost: each round one attack and ``2 draws`` adaptations.
+    Cost: each round one attack and ``2 draws`` adaptations; in the end up to ``draws`` more.
 
     Source: this library's own, of McMahan et al. [mcmahan2003] and Chen et al. [chen2022].
 
