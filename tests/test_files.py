@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,32 @@ def test_what_fails_leaves_nothing(tmp_path, monkeypatch):
         atomic.write(path, "new")
     assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
     assert path.read_text() == "old"
+
+
+def test_a_set_of_files_is_of_one_run(tmp_path, monkeypatch):
+    """Where the last does not fit, none is replaced; else they are replaced in order."""
+    names, order = ("figure.png", "report.html", "report.json"), []
+    atomic.write_all({tmp_path / name: "old" for name in names})
+    written = Path.write_bytes
+
+    def small(path, data):
+        if names[0] in path.name and data == b"new":
+            raise OSError(28, "No space left on device")
+        return written(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", small)
+        with pytest.raises(OSError, match="No space"):
+            atomic.write_all({tmp_path / name: "new" for name in names})
+    assert {path.name for path in tmp_path.iterdir()} == {*names}
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"old"}
+    renamed = Path.replace
+    monkeypatch.setattr(
+        Path, "replace", lambda path, to: (order.append(Path(to).name), renamed(path, to))
+    )
+    atomic.write_all({tmp_path / name: "new" for name in names})
+    assert tuple(order) == names
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"new"}
 
 
 def test_links_are_followed_and_devices_left(tmp_path):

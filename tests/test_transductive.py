@@ -531,7 +531,8 @@ def test_scores_that_are_nan_do_not_help_the_defence():
     assert (rates.err, rates.rejected, rates.rejected_attacked) == (0.75, 0.75, 0.25)
     assert rates.err_accepted == 1
     nothing = dataclasses.replace(found, score=np.full((1, 4), 2.0)).rejection(1.0)
-    assert nothing.rejected_attacked == 1 and np.isnan(nothing.err_accepted)
+    assert nothing.rejected_attacked == 1
+    assert np.isnan(nothing.err_accepted)
 
 
 @pytest.mark.fast

@@ -165,7 +165,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         others |= {} if parsed.radii is None else {parsed.radii: file}
         content["radii"] = said | subject.spent([least])
         parts.append(least)
-        console.say(f"radii: median k {said['median_k']}, {said['not_found']} not found")
+        middle = "none" if said["median_k"] is None else f"{said['median_k']:.4g}"
+        console.say(f"radii: median k {middle}, {said['not_found']} not found")
     nearest = jax.device_get(nearest)
     for k, done in zip(ks, each):
         folded = jax.device_get(driver.within(found[k], nearest, k / pixels))
@@ -196,6 +197,8 @@ def table(content: dict[str, Any]) -> Iterator[list[Any]]:
     yield ["none", None, content["clean_accuracy"], None]
     for row in content["budgets"]:
         yield [f"{row['k']:g}", row["eps"], row["attacked_accuracy"], row["seconds"]]
+    for name, moved in content.get("natural", {}).items():
+        yield [name, None, moved["accuracy"], None]
 
 
 def _say(console: Console, label: str, row: dict[str, Any]) -> None:
@@ -248,8 +251,8 @@ def _single(parsed: argparse.Namespace, ball: image.ImageWasserstein) -> Any:
 def _natural(model: Classifier, x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
     """By perturbation: the accuracy on perturbed images, and how far these are on average.
 
-    ``w1`` is the mean exact distance of the first images, with masses made equal, in pixels; null
-    if one of them became black, and of colours whose shares of the mass changed.
+    ``w1`` is the mean exact distance of the first images, with masses made equal, in pixel widths
+    as ``eps``; null if one of them became black, and of colours whose shares of the mass changed.
     """
     size = batching.default(batching.traced(model, x))
     pieces = [slice(one, one + size) for one in range(0, len(x), size)]

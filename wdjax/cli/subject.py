@@ -294,23 +294,22 @@ def write(
     others: Mapping[Path, bytes | str | None] = {},
     table: Callable[[], Iterable[Iterable[Any]]] | None = None,
 ) -> None:
-    """Writes all files of a command whole, the JSON last, so that it implies the others.
+    """Writes all files of a command or none, the JSON last, so that it implies the others.
 
     The JSON goes to a file, or to standard output for -; without a place for it, ``table`` is
     printed, rows of titles and cells, and the remarks.
     """
-    for path, whole in others.items():
-        if path is not None and whole is not None:
-            atomic.write(path, whole)
-    if json is None:
-        if table is not None:
-            console.say("\n".join([printed.table(table()), *printed.remarks(content)]))
-        return
+    files = {
+        path: whole for path, whole in others.items() if path is not None and whole is not None
+    }
     text = summary.dumps(content)
+    if json is not None and json != "-":
+        files[Path(json)] = text
+    atomic.write_all(files)
     if json == "-":
         console.result(text)
-    else:
-        atomic.write(json, text)
+    elif json is None and table is not None:
+        console.say("\n".join([printed.table(table()), *printed.remarks(content)]))
 
 
 def total(done: Iterable[tasks.Done[Any]], clock: str = "seconds") -> float:

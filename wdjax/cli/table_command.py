@@ -182,14 +182,21 @@ def _lines(cell: Cell, seeds: Sequence[int]) -> list[str]:
 def _words(line: str, table: PaperTable, parsed: argparse.Namespace) -> list[str]:
     """The words of a command line, with the model, the data and toy settings where wanted.
 
-    Of an option that occurs twice the later counts: the line's over the caller's.
+    Of an option that occurs twice the later counts: the line's over the caller's, but the caller's
+    number of samples over that of toy settings.
     """
-    command, *words = shlex.split(line)
+    command, *words = shlex.split(_ran(line, table, parsed))
     names = (*_MODEL, "train") if command == "game" else _MODEL
     given = {name: getattr(parsed, name) for name in names}
     about = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    less = shlex.split(table.quick.get(command, "")) if parsed.quick else []
-    return [command, *about, *words, *less]
+    few = parsed.quick and parsed.samples is not None
+    return [command, *about, *words, *([f"--samples={parsed.samples}"] if few else [])]
+
+
+def _ran(line: str, table: PaperTable, parsed: argparse.Namespace) -> str:
+    """A cell's command line with toy settings where wanted."""
+    less = table.quick.get(line.split()[0]) if parsed.quick else None
+    return f"{line} {less}" if less else line
 
 
 @contextlib.contextmanager
@@ -253,11 +260,11 @@ def _content(
     known = ("model", "weights", "data", "data_sha256", "n")
     about = {name: first[name] for name in known if name in first}
     said = _about_others(table, parsed)
-    said += [
+    said += dict.fromkeys(
         f"{line}: {f'{name}: ' * bool(name)}{text}"
         for line, result in results.items()
         for name, text in printed.noted(result)
-    ]
+    )
     said += [
         f"{line}: there are only {results[line]['n']} samples"
         for line, inner in parses.items()
@@ -275,7 +282,7 @@ def _content(
         "differs": table.differs,
         "quick": parsed.quick,
         "seeds": [*seeds] if any(SEED in cell.line for cell in cells) else [],
-        "lines": [*results],
+        "lines": [_ran(line, table, parsed) for line in results],
         "cells": rows,
         "remarks": said,
         **times,

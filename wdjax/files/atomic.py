@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 
@@ -57,13 +57,22 @@ def write(path: str | PathLike[str], content: bytes | str) -> None:
       path: the file; a device or a pipe is written directly.
       content: bytes, or text to be encoded as UTF-8.
     """
-    path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
-    if _special(path):
-        path.write_bytes(data)
-        return
-    with replacing(path) as new:
-        new.write_bytes(data)
+    write_all({Path(path): content})
+
+
+def write_all(files: Mapping[Path, bytes | str]) -> None:
+    """Writes several files whole: where one cannot be written, none is replaced.
+
+    All are written before the first is replaced; the last one is replaced last.
+
+    Args:
+      files: contents by path, each as in :func:`write`.
+    """
+    with contextlib.ExitStack() as stack:  # It leaves the file that was entered last first.
+        for path, content in reversed([*files.items()]):
+            data = content.encode() if isinstance(content, str) else content
+            new = path if _special(path) else stack.enter_context(replacing(path))
+            new.write_bytes(data)
 
 
 @contextlib.contextmanager

@@ -59,8 +59,7 @@ class Audit(NamedTuple):
         shown = Path(folder) / "report.html"
         atomic.check_writable(shown)
         text, found = page(self, compare=compare), summary.dumps(self.content)
-        atomic.write(shown, text)
-        atomic.write(shown.with_name("report.json"), found)
+        atomic.write_all({shown: text, shown.with_name("report.json"): found})
         return shown
 
 
