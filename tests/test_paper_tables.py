@@ -344,6 +344,7 @@ def test_seeds_rows_and_a_checkpoint(given, capsys):
     first = tabled(name, *how)
     assert len(first["lines"]) == 2
     assert not any(SEED in line for line in first["lines"])
+    assert all(line.endswith(TABLES[name].quick["nppr"]) for line in first["lines"])
     for cell in first["cells"]:
         assert cell["measured"] == pytest.approx(np.mean(cell["by_seed"]))
         assert cell["deviation"] == pytest.approx(np.std(cell["by_seed"], ddof=1))
@@ -360,6 +361,7 @@ def test_seeds_rows_and_a_checkpoint(given, capsys):
     said = capsys.readouterr().out
     assert "1.5" in said
     assert "\n3 " not in said
+    assert tabled("le2025-figure6b", "--rows", "1.5", "--samples", "2")["n"] == 2
 
 
 @pytest.mark.parametrize(("name", "told"), [("le2025-table1-cifar10-l2", 1), ("hu2020-table4", 0)])

@@ -140,6 +140,8 @@ def test_every_job_is_what_its_command_says(given, ran):
         assert row["clean_accuracy"] == whole["clean_accuracy"]
     shares = [row["shares"] for row in ran["jobs"]]
     first = json.loads((given / ran["jobs"][0]["file"]).read_text())
+    assert {row["eps"] for row in ran["jobs"][:3]} == {8 / 255}
+    assert [row["average"] for row in ran["jobs"][:2]] == [["autoattack", "fgsm"], []]
     assert shares[0] == {n: own["attacked_accuracy"] for n, own in first["attacks"].items()}
     assert {*shares[1]} == {f"certified, Omega_{order}" for order in ("inf", "2", "1")}
     assert {"AR", "NPPR joint", "PR uniform"} < shares[2].keys()
@@ -168,7 +170,7 @@ def test_an_entry_for_robustbench_says_what_was_measured(given, ran):
 def test_the_page_has_a_table_of_models_for_every_threat(given, ran):
     shown = (given / "out" / "report.html").read_text()
     assert Reader(shown).inside == []
-    for heading in ("<h2>squares, Linf</h2>", "<h2>squares, mass</h2>"):
+    for heading in ("<h2>squares, Linf: linf, eps 0.0313725</h2>", "<h2>squares, mass</h2>"):
         assert shown.count(heading) == 1
     rows = ran["jobs"]
     for share in {share for row in rows for share in row["shares"].values()}:

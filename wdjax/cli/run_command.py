@@ -271,6 +271,7 @@ def _row(job: Job) -> dict[str, Any]:
     found = _merged(job)
     assert found is not None
     titles, *lines = job_file.COMMANDS[job.words[0]].table(found)
+    attacks = found["attacks"] if job.words[0] == "attack" else {}
     column = next(column for column, title in enumerate(titles) if title in ("accuracy", "value"))
     return {
         "job": list(job.names),
@@ -279,6 +280,9 @@ def _row(job: Job) -> dict[str, Any]:
         "n": found["n"],
         "clean_accuracy": found["clean_accuracy"],
         "shares": {line[0]: line[column] for line in lines if line[0] not in ("none", "clean")},
+        "average": [n for n, own in attacks.items() if own.get("budget") == "average"],
+        "norm": found.get("norm"),
+        "eps": found.get("eps"),
         "remarks": [f"{name}: {text}" if name else text for name, text in printed.noted(found)],
         "seconds": found["seconds"],
         "compile_seconds": found["compile_seconds"],

@@ -46,8 +46,10 @@ def search(
 
     Inside a trace (``jit``, ``vmap``, ``grad``) every stage is one ``lax.scan`` over all samples.
     At top level the search goes in rounds (:mod:`wdjax.engine.rounds`) over batches of unfinished
-    samples only, so that finished ones cost nothing. Both ways give the same points up to the
-    rounding of floats; ``gradients`` and ``forwards`` count the passes that were really made.
+    samples only, so that finished ones cost little. Both ways give the same points up to the
+    rounding of floats. ``gradients`` and ``forwards`` count the passes that the attack needed for
+    each sample; a device computes more, since samples that finish go along until their round ends,
+    and the model is tried on some batches before.
 
     Every reported number is measured at the stored points. A point that is outside its ball or box
     or not finite is replaced by its sample. A sample with a non-finite output or gradient on the

@@ -34,7 +34,8 @@ def sampled_lipschitz(
     The largest ``||J(x')^T (e_j - e_y)||_s`` at points ``x'`` of the ball in the box. Half of the
     points are random; the others lie on the ball's boundary along the gradient of a random mixture
     of logits, where ReLU nets are steepest. Then ``steps`` of ascent increase the largest norm,
-    which helps smooth nets only, since a ReLU net's Jacobian is constant on each cell.
+    which helps smooth nets only, since a ReLU net's Jacobian is constant on each cell. Derivatives
+    that the model defines itself, such as those of a straight-through rounding, are believed.
 
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``, which treats each sample alone.

@@ -36,13 +36,18 @@ def _group(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         model, *_, method = row["job"]
         found = models.setdefault(model, {"n": row["n"], "clean": row["clean_accuracy"]})
-        found |= {f"{method}: {name}": share for name, share in row["shares"].items()}
+        found |= {
+            f"{method}: {name}" + ", eps on average" * (name in row["average"]): share
+            for name, share in row["shares"].items()
+        }
     titles = [*dict.fromkeys(title for found in models.values() for title in found)]
     lines = [
         (model, f"<td>{found['n']}</td>" + "".join(page.cell(found.get(t)) for t in titles[1:]))
         for model, found in models.items()
     ]
-    title = html.escape(", ".join(names))
+    balls = [(row["norm"], row["eps"]) for row in rows if row["eps"] is not None]
+    said = dict.fromkeys(f"{norm}, eps {eps:g}" if norm else f"eps {eps:g}" for norm, eps in balls)
+    title = html.escape(": ".join([", ".join(names), *said]))
     return f"<h2>{title}</h2>" + table(", ".join(names), ["model", *titles], lines)
 
 

@@ -3,6 +3,7 @@
 import html
 import itertools
 import json
+import math
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -349,10 +350,12 @@ def _findings(model: Mapping[str, Any]) -> list[str]:
     most, said = int(np.argmin(np.abs(2 * left - model["clean_accuracy"]))), []
     for key, curves in model["balls"].items():
         ball, proved = key.capitalize(), curves["certified_accuracy"]
+        # Rounded down, since it is proved; 1e-9 for what has three digits.
+        least = 0.0 if proved is None else math.floor(1000 * proved[most] + 1e-9) / 1000
         certified = (
             "and no certificate applies, so that nothing is known from below"
             if proved is None
-            else f"and no attack can leave less than <b>{proved[most]:.1%}</b>"
+            else f"and no attack can leave less than <b>{least:.1%}</b>"
         )
         said.append(
             f"<li>{ball}, eps {model['eps_list'][most]:g} in {model['norm']} ({_BALLS[ball]}): "
