@@ -94,6 +94,7 @@ class Console:
             def tick(progress: Progress) -> None:
                 nonlocal began
                 bar.total = progress.total
+                began &= progress.taken >= bar.n  # Else it is the next search of several.
                 bar.update(progress.taken - bar.n)
                 if not began:
                     bar.initial, began = bar.n, True
