@@ -198,7 +198,8 @@ def _normalised(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) ->
 
 def _product(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> Operation:
     plain = how.get("alpha", 1) == how.get("beta", 1) == 1 and not how.get("transA", 0)
-    _need(len(shapes) == 1 and fixed[0].ndim == 2 and plain, "products of values, or with factors")
+    _need(len(shapes) == 1 and fixed[0].ndim == 2, "products of values")
+    _need(plain, "Gemm with alpha, beta or transA")
     _need(kind == "MatMul" or not first, "Gemm whose first operand is constant")
     w = np.asarray(fixed[0], np.float64)
     w = w if first or how.get("transB", 0) else w.T
