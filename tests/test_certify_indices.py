@@ -36,6 +36,19 @@ PROGRAMS = {
     "one entry of each": lambda h: jax.vmap(lambda r: r[jnp.array([5, 1, 2])])(h),
     "a slice": lambda h: jax.vmap(lambda r: lax.dynamic_slice(r, (jnp.array(9),), (3,)))(h),
     **{f"get {mode} {p}": taken(mode, p) for mode in MODES for p in PLACES},
+    **{
+        f"filled with {value}": lambda h, value=value: h.at[:, jnp.array([0, 9, -9])].get(
+            mode="fill", fill_value=value
+        )
+        for value in (-3.0, 2.0)
+    },
+    "filled, by the input": lambda h: jax.vmap(
+        lambda r: r.at[jnp.array([0, 1, 2]) + 3 * (r[0] > 0)].get(mode="fill", fill_value=-3.0)
+    )(h),
+    "integers of the input": lambda h: (
+        jnp.take((4 * h).astype(jnp.int32), jnp.array([0, 9, 2]), axis=1) / 2.0**31
+    ),
+    "padded with 2": lambda h: jnp.pad(h[:, :2], ((0, 0), (0, 1)), constant_values=2.0),
     **{f"add {mode}": put("add", mode, PLACES[0]) for mode in MODES[:3]},
     **{f"{how} promised": put(how, MODES[2], PLACES[0]) for how in ("set", "multiply", "max")},
 }
@@ -60,9 +73,13 @@ def test_no_point_is_below_the_bounds(name):
         assert np.all(np.asarray(low)[rows, 1 - y] <= least), method
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if "multiply" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in PROGRAMS if not {"multiply", "input"} & {*name.split()}]
+)
 def test_no_point_is_steeper_than_the_constants(name):
-    """By differences: JAX's own derivatives take the promise for kept, and products have none."""
+    """By differences: JAX's own derivatives take the promise for kept, and products have none.
+
+    A program whose input decides on a place jumps."""
     model = model_of(name)
     step = 1e-2 * np.eye(D, dtype="float32")[:, None]
     margins = [np.asarray(model(x)) @ [1, -1] for x in (*(X + step), *(X - step))]

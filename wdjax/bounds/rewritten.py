@@ -132,7 +132,41 @@ def settled(eqn: JaxprEqn) -> JaxprEqn:
     return eqn.replace(params={**eqn.params, "mode": mode})
 
 
-_WRITTEN = {"reduce_window": _windowed, "reduce": _reduced}
+def _filled(eqn: JaxprEqn, _: Any) -> Written | None:
+    """A ``gather`` that fills in a number where an index lies outside, as one that fills in 0, so
+    that it is linear, and a choice; None for any other, and for NaN, whose bounds are infinite."""
+    params, aval = eqn.params, _aval(eqn.outvars[0])
+    value = _usual(aval.dtype) if params["fill_value"] is None else params["fill_value"]
+    fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    if not fills or value == 0 or value != value:
+        return None
+
+    def filled(x: jax.Array, places: jax.Array) -> jax.Array:
+        found, inside = (
+            eqn.primitive.bind(t, places, **{**params, "fill_value": 0})
+            for t in (x, jnp.ones(x.shape, jnp.int32))
+        )
+        return jnp.where(inside > 0, found, jnp.asarray(value, aval.dtype))
+
+    return filled
+
+
+def _aval(var: Any) -> Any:
+    """``var.aval``, untyped, because its declared type has no shape."""
+    return var.aval
+
+
+def _usual(dtype: Any) -> Any:
+    """What JAX fills in by default."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return True
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.nan
+    info = jnp.iinfo(dtype)
+    return info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
+
+
+_WRITTEN = {"reduce_window": _windowed, "reduce": _reduced, "gather": _filled}
 REFUSED = {
     "reduce_window": (
         "windows ('reduce_window') are bounded for sums, maxima and minima of floats, and sums "
