@@ -48,6 +48,9 @@ def test_no_discontinuous_model_has_a_constant(step):
         assert certify.radius(model, x, y, norm=math.inf)[0] <= 0.02, "it flips at this distance"
 
 
+BROAD = np.array([1e6, 1.0, 1.0], "float32")
+
+
 @pytest.mark.parametrize(
     ("fn", "jumps"),
     [
@@ -64,6 +67,14 @@ def test_no_discontinuous_model_has_a_constant(step):
         (lambda x: jnp.where(x > x[::-1], x, 0.0), True),
         (lambda x: jnp.where(x > 0, x, x[::-1]), True),
         (jnp.round, True),
+        # The entry that decides is the one that is chosen, however both are repeated; or another.
+        (lambda x: jnp.where((x > 0)[:, None], x[:, None] * jnp.ones(2), 0.0), False),
+        (lambda x: jnp.where((x > 0)[:, None], x[None], 0.0), True),
+        (lambda x: jnp.where((x > 0.25 - x / 4)[:, None], x[None], 0.25 - x[None] / 4), True),
+        # A jump in one entry, beside others that are large.
+        (lambda x: jnp.where(x > 0.3, 3 * x - 0.9, 0.0), False),
+        (lambda x: jnp.where(x > 0.5, x * BROAD + 0.3, x * BROAD), True),
+        (lambda x: jnp.where(x > 0.5, x + 0.3 - 1e9 * (BROAD > 1), x - 1e9 * (BROAD > 1)), True),
     ],
 )
 def test_jumps_are_told_from_kinks(fn, jumps):

@@ -1,6 +1,7 @@
 """Finds what may make a program discontinuous: rounding, ``sign``, casts of booleans to numbers,
 selections whose two cases differ where the comparison is an equality."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from wdjax.bounds.primitives import TABLE
 from wdjax.checks import validate
 
 _PROBES = (-3.0, -0.7, 0.0, 0.3, 1.1, 40.0)
+_NEAR = 1e-6
+"""Relative difference of floats that counts as rounding."""
 
 
 def jumps(closed: ClosedJaxpr) -> set[str]:
@@ -78,6 +81,8 @@ def _agree(program: _Program, node: Node) -> bool:
     if not compared:  # Tests for numbers that are infinite or NaN.
         return name == "is_finite" or (name in ("eq", "ne") and left == right)
     try:
+        if not _aligned(program, node, (left, right)):
+            return False
         forms: dict[Any, int] = {}
         seen = dict.fromkeys((left, right), -1)
         one, two = (_form(program, place, seen, forms) for place in node.inputs[1:])
@@ -90,6 +95,39 @@ def _agree(program: _Program, node: Node) -> bool:
         return all(_meet(program, node, (left, right), probe) for probe in _PROBES)
     except _UnknownError:
         return False
+
+
+def _aligned(program: _Program, node: Node, compared: tuple[int, int]) -> bool:
+    """Whether each entry of both cases comes from that entry of the compared values that decides
+    on it, and no other; raises :class:`_UnknownError` as :func:`_value` does."""
+    entries: dict[int, np.ndarray | None] = {}
+    for place in {*compared} & program.moved:
+        shape = program.graph.avals[place].shape
+        entries[place] = np.arange(math.prod(shape)).reshape(shape)
+
+    def origin(place: int) -> np.ndarray | None:
+        """The number of the entry that each entry comes from; None for constants."""
+        if place in entries or place not in program.moved:
+            return entries.get(place)
+        maker = program.makers.get(place)
+        if maker is None or not _entrywise(maker.name):
+            raise _UnknownError
+        first, *others = [t for t in map(origin, maker.inputs) if t is not None]
+        if _kept(maker.name) and maker.name != "convert_element_type":
+            if others or len(maker.inputs) > 1:
+                raise _UnknownError
+            with jax.ensure_compile_time_eval():
+                first = np.asarray(evaluate(maker.eqn, [jnp.asarray(first)])[0])
+        elif any(np.any(first != other) for other in others):
+            raise _UnknownError
+        return entries.setdefault(place, first)
+
+    deciding, *cases = (origin(place) for place in node.inputs)
+    assert deciding is not None
+    return all(
+        case is None or np.array_equal(case, np.broadcast_to(deciding, case.shape))
+        for case in cases
+    )
 
 
 def _form(program: _Program, place: int, seen: dict[int, int], forms: dict[Any, int]) -> int:
@@ -162,12 +200,17 @@ def _meet(program: _Program, node: Node, compared: tuple[int, int], probe: float
         else:
             value = jnp.asarray(probe, jnp.float32)
         avals = {place: program.graph.avals[place] for place in free}
-        known.update(
-            {i: jnp.broadcast_to(value, a.shape).astype(a.dtype) for i, a in avals.items()}
+        at, beside = dict(known), dict(known)
+        for place, aval in avals.items():
+            at[place] = jnp.broadcast_to(value, aval.shape).astype(aval.dtype)
+            beside[place] = (at[place] * (1 + 4 * _NEAR)).astype(aval.dtype)
+        cases, moved = (
+            [np.asarray(_value(program, place, given), float) for place in node.inputs[1:]]
+            for given in (at, beside)
         )
-        cases = [_value(program, place, known) for place in node.inputs[1:]]
-        first, second = (np.asarray(case, float) for case in cases)
-    return bool(np.allclose(first, second, rtol=1e-6, atol=1e-6 * (1e-30 + np.abs(first).max())))
+    # Entry by entry: a gap that a change of the compared value by its rounding makes is none.
+    slack = np.max([np.abs(one - other) for one, other in zip(moved, cases)], axis=0)
+    return bool(np.all(np.isclose(cases[0], cases[1], rtol=_NEAR, atol=slack)))
 
 
 def _value(program: _Program, place: int, known: dict[int, Any]) -> Any:
