@@ -120,7 +120,7 @@ def _aligned(program: _Program, node: Node, compared: tuple[int, int]) -> bool:
                 first = np.asarray(evaluate(maker.eqn, [jnp.asarray(first)])[0])
         elif any(np.any(first != other) for other in others):
             raise _UnknownError
-        return entries.setdefault(place, first)
+        return entries.setdefault(place, np.broadcast_to(first, program.graph.avals[place].shape))
 
     deciding, *cases = (origin(place) for place in node.inputs)
     assert deciding is not None
