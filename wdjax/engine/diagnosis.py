@@ -154,7 +154,9 @@ def _unflipped(found: Found) -> list[str]:
     """What to say of samples without a flip, if their searches had the whole box."""
     farthest = np.inf if found.limit is None else np.asarray(found.limit)
     left = _standing(found)
-    if found.radius is None or not left.any() or np.any((found.radius < farthest)[left]):
+    if found.radius is None or not left.any():
+        return []
+    if np.any((np.asarray(found.radius) < farthest)[left]):
         return []
     return [f"no flip was found for {left.sum()} of {len(left)} samples, whose distance is inf"]
 
