@@ -49,6 +49,7 @@ def test_no_discontinuous_model_has_a_constant(step):
 
 
 BROAD = np.array([1e6, 1.0, 1.0], "float32")
+BESIDE = np.float32(0.5) * np.float32(1 + 4e-6)  # Where that function is infinite.
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,7 @@ BROAD = np.array([1e6, 1.0, 1.0], "float32")
         # A jump in one entry, beside others that are large.
         (lambda x: jnp.where(x > 0.3, 3 * x - 0.9, 0.0), False),
         (lambda x: jnp.where(x > 0.5, x * BROAD + 0.3, x * BROAD), True),
+        (lambda x: jnp.where(x > 0.5, x, x + 0.3 + 1e-9 / (BESIDE - x)), True),
         (lambda x: jnp.where(x > 0.5, x + 0.3 - 1e9 * (BROAD > 1), x - 1e9 * (BROAD > 1)), True),
     ],
 )

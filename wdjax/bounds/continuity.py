@@ -209,7 +209,9 @@ def _meet(program: _Program, node: Node, compared: tuple[int, int], probe: float
             for given in (at, beside)
         )
     # Entry by entry: a gap that a change of the compared value by its rounding makes is none.
-    slack = np.max([np.abs(one - other) for one, other in zip(moved, cases)], axis=0)
+    with np.errstate(invalid="ignore"):  # Infinite cases excuse no gap.
+        slack = np.max([np.abs(one - other) for one, other in zip(moved, cases)], axis=0)
+    slack = np.where(np.isfinite(slack), slack, 0.0)
     return bool(np.all(np.isclose(cases[0], cases[1], rtol=_NEAR, atol=slack)))
 
 

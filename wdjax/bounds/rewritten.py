@@ -135,7 +135,8 @@ def settled(eqn: JaxprEqn) -> JaxprEqn:
 def _filled(eqn: JaxprEqn, _: Any) -> Written | None:
     """A ``gather`` that fills in a number where an index lies outside, as one that fills in 0, so
     that it is linear, and a choice; None for any other, and for NaN, whose bounds are infinite."""
-    params, aval = eqn.params, _aval(eqn.outvars[0])
+    params = eqn.params
+    aval: Any = eqn.outvars[0].aval
     value = _usual(aval.dtype) if params["fill_value"] is None else params["fill_value"]
     fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     if not fills or value == 0 or value != value:
@@ -149,11 +150,6 @@ def _filled(eqn: JaxprEqn, _: Any) -> Written | None:
         return jnp.where(inside > 0, found, jnp.asarray(value, aval.dtype))
 
     return filled
-
-
-def _aval(var: Any) -> Any:
-    """``var.aval``, untyped, because its declared type has no shape."""
-    return var.aval
 
 
 def _usual(dtype: Any) -> Any:
