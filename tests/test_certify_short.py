@@ -75,6 +75,13 @@ def bent(dtype, p, x):
     return z @ LINEAR
 
 
+def shorter(dtype, p, x):
+    """Products of what is longer than their result, with constants and with each other."""
+    z, into = x * p["scale"], {"preferred_element_type": dtype}
+    z = jnp.matmul(z, p["in"], **into).astype(jnp.float32) / p["scale"]
+    return (jnp.einsum("ni,nij->nj", z, z[..., None] * p["out"], **into)).astype(jnp.float32)
+
+
 def products(dtype, p, x):
     z = (x * p["scale"]).astype(dtype)
     running = lax.cumprod(jnp.concatenate([z, 1 / (z + 1)], axis=1), axis=1)
@@ -90,6 +97,8 @@ CASES = [
     *((apply, jnp.float16) for apply in (chain, dense, sums, bent, products, down_and_up)),
     *((apply, jnp.float8_e4m3fn) for apply in (dense, sums, bent, down_and_up)),
     (dense, jnp.bfloat16),
+    (shorter, jnp.bfloat16),
+    (shorter, jnp.float16),
     (dense, jnp.float8_e5m2),
 ]
 

@@ -77,6 +77,10 @@ BESIDE = np.float32(0.5) * np.float32(1 + 4e-6)  # Where that function is infini
         (lambda x: jnp.where(x > 0.5, x * BROAD + 0.3, x * BROAD), True),
         (lambda x: jnp.where(x > 0.5, x, x + 0.3 + 1e-9 / (BESIDE - x)), True),
         (lambda x: jnp.where(x > 0.5, x + 0.3 - 1e9 * (BROAD > 1), x - 1e9 * (BROAD > 1)), True),
+        # A jump of 14 units of the cases' rounding, and one of 56 of the threshold's.
+        (lambda x: jnp.where(x > 0.5, 1e6 + 0.875, 1e6) - 1e6, True),
+        (lambda x: jnp.where(x > 1e6, x - 1e6 + 3.5, 0.0), True),
+        (lambda x: jnp.where(x > 1e6 / 3, 0.7 * x - 0.7e6 / 3, 0.0), False),
     ],
 )
 def test_jumps_are_told_from_kinks(fn, jumps):

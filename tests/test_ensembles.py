@@ -157,6 +157,42 @@ def test_more_tries_never_raise_a_success_that_is_not_there():
 
 
 @fast
+def test_samples_that_the_seen_draws_lose_are_attacked():
+    """Near 1/2 the few draws of a search misclassify what the judges do not."""
+    weights = {"w": jnp.array([[1.0, -1.0], [-1.0, 1.0]]), "key": KEY}
+
+    def shaken(p, x):
+        return (x + 0.3 * jax.random.normal(p["key"], x.shape[1:])) @ p["w"]
+
+    gap = np.linspace(0.02, 0.12, 20)
+    near = jnp.asarray(np.stack([0.5 + gap / 2, 0.5 - gap / 2], axis=1), jnp.float32)
+    labels = np.zeros(20, int)
+    key = jax.random.key(1)
+    seen = draws(Model(shaken, weights), jax.random.split(key, 4)[0], 20)
+    lost = np.asarray(majority(seen(near), labels) > 0)
+    found = ensembles.rand(Model(shaken, weights), near, labels, eps=0.4, key=key)
+    # At the ball's corner a draw is right with a probability of at most .06.
+    assert lost.any() and found.correct.sum() > 10
+    assert found.success.all()
+    with pytest.raises(ValueError, match="does not take criterion"):
+        ensembles.rand(
+            Model(shaken, weights), near, labels, eps=0.4, key=KEY, criterion=losses.margin
+        )
+
+
+@fast
+def test_what_bfloat16_does_not_flip_is_attacked_in_float32():
+    """Distances of flips that bfloat16 cannot tell from 0."""
+    gap = np.linspace(0.0004, 0.02, 40)
+    near = jnp.asarray(np.stack([0.7 + gap / 2, 0.7 - gap / 2], axis=1), jnp.float32)
+    plain = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
+    found, lost = ensembles.mixed(attacks.DeepFool(), plain, near, np.zeros(40, int))
+    assert found.success.all() and not lost.all()
+    assert np.all((found.cost > 0.99 * gap / 2) & (found.cost < 1.3 * gap / 2))
+    assert np.isinf(found.radius).all()
+
+
+@fast
 def test_draws_are_independent_and_expectations_are_means():
     bank = draws(Model(noisy, {"w": params["w1"][:, :3], "size": 1.0, "key": KEY}), KEY, 400)
     out = bank(x)

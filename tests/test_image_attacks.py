@@ -1,5 +1,6 @@
 """What every attack in the image-Wasserstein ball keeps, and the command."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from test_image import apply, exact, labelled, net, pictures
 
 import wdjax
-from wdjax import data, image
+from wdjax import Model, data, image
 from wdjax.cli import main
 from wdjax.engine import driver
 from wdjax.image import union
@@ -38,6 +39,20 @@ def same(one, other, atol=2e-4, stirred=()):
         if field == "cost":
             pair = [np.delete(cost, stirred) for cost in pair]
         np.testing.assert_allclose(*pair, atol=atol)
+
+
+@each
+def test_units_of_pixels_change_nothing(name):
+    model, x = net(scale=3.0), pictures(6)
+    y = labelled(model, x)
+    plain = search(name, model, x, y)
+    assert plain.success.any()
+    wide = dataclasses.replace(ATTACKS[name], ball=dataclasses.replace(BALL, high=256.0))
+    eps = None if wide.budget == "none" else 0.3
+    scaled = Model(lambda m, z: m(z / 256), model)
+    found = wdjax.search(wide, scaled, 256 * x, y, eps=eps)
+    np.testing.assert_array_equal(found.success, plain.success)
+    np.testing.assert_allclose(found.cost, plain.cost, atol=1e-3)
 
 
 @each

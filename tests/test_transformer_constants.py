@@ -56,6 +56,13 @@ def test_no_sampled_jacobian_is_steeper(vit):
     np.testing.assert_allclose(inf, whole * np.sqrt(x.size))
 
 
+@pytest.mark.parametrize("approximate", [False, True])
+def test_no_form_of_gelu_is_steeper_than_the_default_slope(approximate):
+    at = jnp.linspace(1.3, 1.5, 4001)
+    steep = jax.vmap(jax.grad(lambda t: jax.nn.gelu(t, approximate=approximate)))(at)
+    assert 1.1289 < float(steep.max()) <= SETTINGS.slope + 1e-6
+
+
 @pytest.mark.parametrize("tokens", [2, 6])
 def test_attention_stays_below_its_constant(tokens):
     rng = np.random.default_rng(2)

@@ -248,7 +248,7 @@ def bilinear(terms: Callable[[JaxprEqn], int]) -> Rule:
             raise ValueError(f"{eqn.primitive.name!r} is certified on floats only.")
 
         def times(factor: Array) -> Linear:
-            return lambda t: bind(eqn, [t, factor] if value is left else [factor, t])
+            return lambda t: _multiplied(eqn, [t, factor] if value is left else [factor, t])
 
         apply, absolute = times(exact), times(jnp.abs(exact))
         rounded = by_winograd(eqn, exact) if value is left else None
@@ -256,6 +256,13 @@ def bilinear(terms: Callable[[JaxprEqn], int]) -> Rule:
         return affine(apply(value.center), [(value, apply, absolute)], size, count, rounded=rounded)
 
     return rule
+
+
+def _multiplied(eqn: JaxprEqn, args: Sequence[Array]) -> Array:
+    """The product, in float32 if it is to be shorter: that rounding is charged apart."""
+    if is_narrow(eqn.params.get("preferred_element_type") or jnp.float32):
+        eqn = eqn.replace(params={**eqn.params, "preferred_element_type": None})
+    return bind(eqn, args)
 
 
 def _product_of_intervals(
@@ -273,8 +280,8 @@ def _product_of_intervals(
     error = gamma(terms, la.dtype)
     ra = jnp.maximum(ua - ca, ca - la) * (1 + error) + error * jnp.abs(ca)
     rb = jnp.maximum(ub - cb, cb - lb) * (1 + error) + error * jnp.abs(cb)
-    center = bind(eqn, [ca, cb])
-    radius = bind(eqn, [jnp.abs(ca) + ra, rb]) + bind(eqn, [ra, jnp.abs(cb)])
+    center = _multiplied(eqn, [ca, cb])
+    radius = _multiplied(eqn, [jnp.abs(ca) + ra, rb]) + _multiplied(eqn, [ra, jnp.abs(cb)])
     radius = radius * (1 + error) + error * jnp.abs(center) + tiny(la.dtype) * terms
     if eqn.primitive.name == "conv_general_dilated":
         # A kernel's entry meets many positions: norms of entries do not bound the product.

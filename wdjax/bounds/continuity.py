@@ -16,8 +16,8 @@ from wdjax.bounds.primitives import TABLE
 from wdjax.checks import validate
 
 _PROBES = (-3.0, -0.7, 0.0, 0.3, 1.1, 40.0)
-_NEAR = 1e-6
-"""Relative difference of floats that counts as rounding."""
+_ULPS, _NEAR = 4, 1e-6
+"""Relative difference of floats that counts as rounding: units of their dtype, and the most."""
 
 
 def jumps(closed: ClosedJaxpr) -> set[str]:
@@ -203,7 +203,7 @@ def _meet(program: _Program, node: Node, compared: tuple[int, int], probe: float
         at, beside = dict(known), dict(known)
         for place, aval in avals.items():
             at[place] = jnp.broadcast_to(value, aval.shape).astype(aval.dtype)
-            beside[place] = (at[place] * (1 + 4 * _NEAR)).astype(aval.dtype)
+            beside[place] = (at[place] * (1 + _rounding(aval.dtype))).astype(aval.dtype)
         cases, moved = (
             [np.asarray(_value(program, place, given), float) for place in node.inputs[1:]]
             for given in (at, beside)
@@ -212,7 +212,14 @@ def _meet(program: _Program, node: Node, compared: tuple[int, int], probe: float
     with np.errstate(invalid="ignore"):  # Infinite cases excuse no gap.
         slack = np.max([np.abs(one - other) for one, other in zip(moved, cases)], axis=0)
     slack = np.where(np.isfinite(slack), slack, 0.0)
-    return bool(np.all(np.isclose(cases[0], cases[1], rtol=_NEAR, atol=slack)))
+    result: Any = node.eqn.outvars[0].aval
+    return bool(np.all(np.isclose(*cases, rtol=_rounding(result.dtype), atol=slack)))
+
+
+def _rounding(dtype: Any) -> float:
+    """Relative difference of two numbers of ``dtype`` that counts as rounding."""
+    floats = jnp.issubdtype(dtype, jnp.floating)
+    return min(_ULPS * float(jnp.finfo(dtype).eps), _NEAR) if floats else 0.0
 
 
 def _value(program: _Program, place: int, known: dict[int, Any]) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from wdjax import loops
@@ -28,7 +29,7 @@ def explicit(graph: Graph) -> Graph:
         parts: Callable[..., jax.Array] | None = None
         if node.name == "dot_general" and all(moves):
             parts = _contraction(node.eqn)
-        elif node.name == "div" and moves[1]:
+        elif node.name == "div" and moves[1] and jnp.issubdtype(out.dtype, jnp.floating):
             parts = _repetition(node.eqn, by_inverse=True)
         elif _repeats(node.name, avals, out):
             parts = _repetition(node.eqn)
@@ -70,9 +71,11 @@ def _repetition(eqn: JaxprEqn, by_inverse: bool = False) -> Callable[..., jax.Ar
 def _contraction(eqn: JaxprEqn) -> Callable[..., jax.Array]:
     """A ``dot_general`` written as entrywise products and a sum over the last axes.
 
-    The products are ``[*batch, *rows, *columns, *summed]``.
+    The products are ``[*batch, *rows, *columns, *summed]``. Operands, products and sums have the
+    result's dtype: a shorter one than the operands' is charged for each of them.
     """
     (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    declared: Any = eqn.outvars[0].aval
 
     def arranged(t: jax.Array, batch: Any, summed: Any) -> tuple[jax.Array, list[int]]:
         free = [axis for axis in range(t.ndim) if axis not in (*batch, *summed)]
@@ -85,7 +88,7 @@ def _contraction(eqn: JaxprEqn) -> Callable[..., jax.Array]:
         a = a.reshape(*batch, *rows, *ones, *summed)
         b = b.reshape(*batch, *[1] * len(rows), *columns, *summed)
         wide = (*batch, *rows, *columns, *summed)
-        entries = jnp.broadcast_to(a, wide) * jnp.broadcast_to(b, wide)
-        return jnp.sum(entries, axis=tuple(range(len(wide) - len(summed), len(wide))))
+        one, two = (jnp.broadcast_to(t, wide).astype(declared.dtype) for t in (a, b))
+        return lax.reduce_sum(one * two, tuple(range(len(wide) - len(summed), len(wide))))
 
     return product

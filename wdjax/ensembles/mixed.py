@@ -45,7 +45,8 @@ def mixed(
     gradients; but a nearest flip lies so close to the boundary that half of them are not flips in
     float32. So every point is measured again by ``model``. Where a flip does not survive, or
     bfloat16 gave values that are not finite, the sample is attacked again in the model's own
-    precision. Points and costs have the dtype of ``x`` throughout.
+    precision, and so it is where a minimum-norm attack found no flip. Points and costs have the
+    dtype of ``x`` throughout.
 
     Args:
       attack: from :mod:`wdjax.attacks`; its ball must not need proofs.
@@ -70,7 +71,7 @@ def mixed(
         another precision.
 
     Cost: a search in the lower precision, two forward passes, and a search of the samples whose
-      flips were lost. CPUs do not gain, since they have no such arithmetic.
+      flips were lost or, by a minimum-norm attack, not found. CPUs do not gain, since they have no such arithmetic.
 
     Source: this library's own.
 
@@ -95,7 +96,8 @@ def mixed(
             "costs: use wdjax.search."
         )
     # A minimum-norm point's cost, measured again, may be rounded up beyond the first value.
-    reach = 1.01 * fast.cost if attack.budget == "none" else eps
+    nearest = attack.budget == "none"
+    reach = 1.01 * fast.cost if nearest else eps
     sure = ask.search(1, Points(attack.ball), eps=reach, start=fast.x_adv)  # type: ignore[arg-type]
     lost = fast.success & ~sure.success
     fault = fast.fault | sure.fault
@@ -106,8 +108,9 @@ def mixed(
         zeros=fast.zeros,
         gradients=fast.gradients,
         forwards=fast.forwards + sure.forwards,
+        radius=fast.radius,
     )
-    again = np.asarray(found.correct & (lost | fast.fault))
+    again = np.asarray(found.correct & (lost | fast.fault | (nearest & ~fast.success)))
     if again.any():
         found = driver.best_of(found, ask.search(2, attack, eps=eps, only=again))
     return Mixed(ask.looked_again("mixed", found, attack, eps) if diagnose else found, lost)

@@ -140,14 +140,14 @@ def rand(
       judges: draws that measure a point; an odd number has no ties.
       restarts: of every attack.
       checkpoint: a folder; a call that was interrupted resumes from it, with equal results.
-      **options: of :func:`wdjax.search`.
+      **options: of :func:`wdjax.search`, but no ``criterion``: it is the majority of draws.
 
     Returns:
       A :class:`~wdjax.core.Found`, in which a sample is correct, or broken, if most judges say so.
       A pass is one of the bank: ``count`` or ``judges`` passes of the model.
 
     Raises:
-      ValueError: a model without keys, and what the search refuses.
+      ValueError: a model without keys, a ``criterion``, and what the search refuses.
 
     Cost: ``count`` times that of the two attacks, and six times ``judges`` forward passes a sample.
 
@@ -165,6 +165,10 @@ def rand(
     [True, False]
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
+    if "criterion" in options:
+        raise ValueError("rand does not take criterion: a sample is broken if most draws say so.")
+    # Draws that misclassify a sample say little of the final ones, which may not.
+    all_ = options | {"skip_misclassified": False}
     seen, ranking, final, search_key = jax.random.split(key, 4)
     path = None if checkpoint is None else Path(checkpoint)
     members = {
@@ -176,19 +180,19 @@ def rand(
         cascade(
             {name: attack}, bank, x, y, eps=eps, key=jax.random.fold_in(search_key, number),
             criterion=majority, checkpoint=None if path is None else path / name,
-            diagnose=False, **options,
+            diagnose=False, **all_,
         )
         for number, (name, attack) in enumerate(members.items())
     ]  # fmt: skip
 
-    def judged(points: Found, key: Array) -> Found:
+    def judged(points: Found, key: Array, how: dict[str, Any]) -> Found:
         return driver.search(
             Points(ball), draws(model, key, judges), x, y, eps=eps, start=points.x_adv,
-            criterion=majority, diagnose=False, **options,
+            criterion=majority, diagnose=False, **how,
         )  # fmt: skip
 
-    ranked = [judged(points, ranking) for points in found]
-    last = judged(driver.best_of(*ranked), final)
+    ranked = [judged(points, ranking, all_) for points in found]
+    last = judged(driver.best_of(*ranked), final, options)
     return _with_costs(last, [*found, *ranked, last])
 
 

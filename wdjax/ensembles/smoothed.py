@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import norms, smoothing
+from wdjax import losses, norms, smoothing
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import host_only
 from wdjax.core import AnyArray, Array, Attack, Found
@@ -44,7 +45,8 @@ def smoothed(
     The attack sees :func:`wdjax.smoothing.soft`, the mean over ``count`` fixed noise samples. A
     point counts if fresh noise shows, at level ``1 - alpha`` for each sample, that another class
     than the label is the most probable. Near its boundary a smoothed classifier's classes cannot be
-    told apart by votes, so points farther along the same line are tried too. Within a radius proved
+    told apart by votes, so points farther along the same line are tried too. Where ``soft`` already
+    misclassifies a sample and the votes do not, the attack goes on beyond its margin there. Within a radius proved
     by :func:`wdjax.smoothing.certify` for the same model and noise, flips occur only by chance.
 
     Args:
@@ -61,7 +63,7 @@ def smoothed(
       stretch: increasing multiples of the perturbation; only 1 where a ball needs proofs.
       batch_size: copies at once when votes are counted; the search chooses its own.
       diagnose: as for :func:`wdjax.search`; what the second look finds is confirmed by votes too.
-      **options: of :func:`wdjax.search`.
+      **options: of :func:`wdjax.search`, but no ``criterion``: a flip is what the votes show.
 
     Returns:
       A :class:`~wdjax.core.Found`: ``success`` marks confirmed flips; ``margin`` is the share of
@@ -69,9 +71,10 @@ def smoothed(
       the sample itself to another class. A pass is one of ``soft``: ``count`` of the model.
 
     Raises:
-      ValueError: factors that do not increase from 1, and what the search refuses.
+      ValueError: factors that do not increase from 1, a ``criterion``, and what the search refuses.
 
-    Cost: ``count`` times that of the attack, and up to ``votes`` forward passes for each multiple.
+    Cost: ``count`` times that of the attack, and up to ``votes`` forward passes for each multiple;
+      one more search of the samples that only ``soft`` misclassifies.
 
     Source: Salman et al. [salman2019]; Athalye et al. [athalye2018].
 
@@ -87,6 +90,8 @@ def smoothed(
     arguments.check("eps", attack=attack, model=model, x=x, y=y, noise=noise, eps=eps, key=key)
     twin = "wdjax.search on smoothing.soft, which can be traced"
     host_only("ensembles.smoothed", twin, attack, model, x, y, noise, eps, key)
+    if "criterion" in options:
+        raise ValueError("smoothed does not take criterion: a flip is what the votes show.")
     factors = _factors(stretch)
     soft_key, search, ask = jax.random.split(key, 3)
     level = _level(alpha, votes, len(factors) + 1)
@@ -98,7 +103,11 @@ def smoothed(
 
     def searched(attack: Attack, *, eps: Any, **options: Any) -> tuple[Found, np.ndarray]:
         """What was found and confirmed, with margins of ``soft``; and those of the votes."""
-        found = driver.search(attack, stand_in, x, y, eps=eps, diagnose=False, **options)
+        given: dict[str, Any] = {"eps": eps, "diagnose": False} | options
+        found = driver.search(attack, stand_in, x, y, **given)
+        only = ~np.asarray(found.correct) & ~itself.fallen & _asked(options, len(x))
+        if only.any():
+            found = _beyond(found, attack, stand_in, x, y, only, given)
         limit = np.inf if eps is None else np.asarray(eps) * (1 + 1e-6)
         best = _confirmed(attack, test, itself, x, found, factors, limit)
         told = dataclasses.replace(
@@ -125,8 +134,41 @@ def smoothed(
     return dataclasses.replace(found, margin=jnp.asarray(margin, x.dtype))
 
 
-_LOOK = "criterion", "mask", "index", "mesh"
+_LOOK = "mask", "index", "mesh"
 """Options of the search that hold for the second look."""
+
+
+def _asked(options: dict[str, Any], n: int) -> np.ndarray:
+    """``[n]``: the samples that the option ``only`` leaves to the attack."""
+    only = options.get("only")
+    return np.ones(n, bool) if only is None else np.asarray(only, bool)
+
+
+def _beyond(
+    found: Found,
+    attack: Attack,
+    stand_in: Callable[[Array], Array],
+    x: Array,
+    y: AnyArray,
+    only: np.ndarray,
+    options: dict[str, Any],
+) -> Found:
+    """``found``, with points of the samples ``only``, ``[n]``, that ``stand_in`` misclassifies
+    there by more than it does any of these samples."""
+    least = float(np.max(np.asarray(found.margin)[only]))
+    past = jax.tree_util.Partial(_past, least)
+    own: dict[str, Any] = {"only": only, "criterion": past}
+    if options.get("checkpoint") is not None:
+        kept = Path(options["checkpoint"])
+        own["checkpoint"] = kept.with_name(f"beyond-{kept.name}")
+    more = driver.search(attack, stand_in, x, y, **options | own)
+    more = dataclasses.replace(more, margin=more.margin + least)
+    return dataclasses.replace(driver.joined(found, more, jnp.asarray(only)), history=found.history)
+
+
+def _past(least: Array, out: Array, y: Array) -> Array:
+    """The criterion that a rival leads the label by more than ``least``."""
+    return losses.decision_margin(out, y) - least
 
 
 def _factors(stretch: Sequence[float]) -> list[float]:

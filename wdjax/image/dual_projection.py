@@ -46,7 +46,8 @@ class DualProjection(PlanAttack):
       ball: window, power, channels and the largest value of a pixel.
       steps: gradient steps; a sample ends at its first flip.
       loss: ``(out, y) -> [n]``, to be increased.
-      step_size: of the plan, in pixel values; the largest entry of the gradient is 1.
+      step_size: of the plan, in pixel values, by default a tenth of the largest one; the largest
+        entry of the gradient is 1.
       smoothness: weight of the plan's :func:`~wdjax.image.total_variance` against that largest
         entry; if positive, neighbouring mass tends to move alike.
 
@@ -76,7 +77,7 @@ class DualProjection(PlanAttack):
     ball: ImageWasserstein = setting(ImageWasserstein())
     steps: int = setting(60)
     loss: Callable[[PyTree, Array], Array] = setting(losses.cross_entropy)
-    step_size: float | Array = 0.1
+    step_size: float | Array | None = None
     smoothness: float | Array = 0.0
 
     def __post_init__(self) -> None:
@@ -108,7 +109,8 @@ class DualProjection(PlanAttack):
         stencil = problem.space.stencil
         ahead = stencil.of_targets(unit(stencil.flat(seen.gradient)))
         ahead = ahead - self.smoothness * variance.slope(stencil, state.plan)[:, None, :, None]
-        plan, price = project(problem, state.plan + self.step_size * ahead, state.price)
+        step = 0.1 * self.ball.high if self.step_size is None else self.step_size
+        plan, price = project(problem, state.plan + step * ahead, state.price)
         plan = plans.repair(problem.space, plan, problem.x, problem.weights, problem.budget)
         return ascent.hold(state.flipped, state, state._replace(plan=plan, price=price)), info
 

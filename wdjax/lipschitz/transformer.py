@@ -24,7 +24,7 @@ from wdjax.checks import arguments
 
 Numbers = npt.NDArray[np.float64]
 
-_GELU = 1.128905
+_GELU = 1.128994
 _ROUNDING = 1 + 1e-9
 
 
@@ -35,7 +35,7 @@ class Settings(NamedTuple):
     epsilon: float = 1e-6
     """LayerNorm's."""
     slope: float = _GELU
-    """The largest magnitude of the activation's derivative: 1.128905 for both forms of GELU."""
+    """The largest magnitude of the activation's derivative; 1.128994 covers both forms of GELU."""
     scale: float = 1.0
     """The largest factor by which images are normalised, such as 1 / 0.225."""
 
