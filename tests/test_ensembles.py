@@ -172,7 +172,8 @@ def test_samples_that_the_seen_draws_lose_are_attacked():
     lost = np.asarray(majority(seen(near), labels) > 0)
     found = ensembles.rand(Model(shaken, weights), near, labels, eps=0.4, key=key)
     # At the ball's corner a draw is right with a probability of at most .06.
-    assert lost.any() and found.correct.sum() > 10
+    assert lost.any()
+    assert found.correct.sum() > 10
     assert found.success.all()
     with pytest.raises(ValueError, match="does not take criterion"):
         ensembles.rand(
@@ -187,7 +188,8 @@ def test_what_bfloat16_does_not_flip_is_attacked_in_float32():
     near = jnp.asarray(np.stack([0.7 + gap / 2, 0.7 - gap / 2], axis=1), jnp.float32)
     plain = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     found, lost = ensembles.mixed(attacks.DeepFool(), plain, near, np.zeros(40, int))
-    assert found.success.all() and not lost.all()
+    assert found.success.all()
+    assert not lost.all()
     assert np.all((found.cost > 0.99 * gap / 2) & (found.cost < 1.3 * gap / 2))
     assert np.isinf(found.radius).all()
 

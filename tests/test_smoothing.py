@@ -315,7 +315,7 @@ def test_wasserstein_radii_of_a_published_net(shared, key):
     ("attack", "eps"), [(attacks.DDN(Lp(2), steps=30), None), (attacks.PGD(Lp(2), steps=20), 0.4)]
 )
 def test_samples_that_only_the_mean_of_few_loses_are_attacked(attack, eps):
-    """A mean over 32 noises misclassifies samples of probability .505 to .61, which votes do not."""
+    """A mean over 32 noises loses samples of probability .505 to .61, which votes do not."""
     model = Model(lambda w, x: x @ w, 3 * jnp.array([[1.0, -1.0], [-1.0, 1.0]]))
     gap = np.linspace(0.005, 0.12, 20)
     x = jnp.asarray(np.stack([0.5 + gap / 2, 0.5 - gap / 2], axis=1), jnp.float32)
@@ -323,7 +323,8 @@ def test_samples_that_only_the_mean_of_few_loses_are_attacked(attack, eps):
     seen = smoothing.soft(model, x, noise=how["noise"], key=jax.random.split(how["key"], 3)[0])
     assert np.any(np.argmax(seen(x), axis=1) != y)
     found = ensembles.smoothed(attack, model, x, y, eps=eps, **how)
-    assert found.correct.all() and found.success.all()
+    assert found.correct.all()
+    assert found.success.all()
     assert np.all(np.asarray(found.cost) > gap / np.sqrt(2))  # The plane is that far.
     with pytest.raises(ValueError, match="does not take criterion"):
         ensembles.smoothed(attack, model, x, y, eps=eps, criterion=wdjax.losses.margin, **how)

@@ -213,7 +213,7 @@ def _meet(program: _Program, node: Node, compared: tuple[int, int], probe: float
         slack = np.max([np.abs(one - other) for one, other in zip(moved, cases)], axis=0)
     slack = np.where(np.isfinite(slack), slack, 0.0)
     result: Any = node.eqn.outvars[0].aval
-    return bool(np.all(np.isclose(*cases, rtol=_rounding(result.dtype), atol=slack)))
+    return bool(np.all(np.isclose(cases[0], cases[1], rtol=_rounding(result.dtype), atol=slack)))
 
 
 def _rounding(dtype: Any) -> float:
