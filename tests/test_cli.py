@@ -448,6 +448,9 @@ def test_certify_smooths_any_model(given, capsys, tmp_path):
     assert content["votes_per_sample"] == saved["votes"].mean() < 2100
     left = content["certified_accuracy"]
     assert left["omega_1"] <= left["omega_2"] <= left["omega_inf"] <= content["clean_accuracy"]
+    assert main([*smooth, "--votes", "500", "--eps", "0"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert 0 < content["verified"] == round(12 * content["clean_accuracy"]) < 12
     fixed = [*smooth, "--votes", "50", "--test", "clopper-pearson", "--noise", "laplace"]
     assert main([*fixed, "--norm", "l1"]) == 0
     assert json.loads(capsys.readouterr().out)["votes_per_sample"] == 150

@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 
 import wdjax
 import wdjax.transductive as games
-from wdjax import Model, data, losses, models
+from wdjax import Lp, Model, data, losses, models
 from wdjax.attacks import PGD
 from wdjax.checks import independence
 from wdjax.transductive.defenses.dann import reverse
@@ -365,6 +365,34 @@ def test_purification_is_differentiated_to_its_end(key):
     found = games.play(defense, games.gmsa_avg(INNER, 2, simulations=2), x, y, memory=(), eps=0.3,
                        key=key, draws=2)  # fmt: skip
     assert found.one_shot.value < found.one_shot_clean.value
+
+
+def test_purification_keeps_to_the_box_of_the_game(key):
+    net = Model(lambda w, x: (x + 2.5) @ w, jnp.array([[1.0, -1.0], [0.0, 0.0]]))
+    x = jnp.array([[-3.0, 0.0], [-2.0, 0.0], [3.0, 0.0], [2.0, 0.0]])
+    y, wide = jnp.argmax(net(x), axis=-1), (-5.0, 5.0)
+    attack = games.gmsa_avg(dataclasses.replace(INNER, ball=Lp(box=wide)), 2)
+    how = {"memory": (), "eps": 0.1, "key": key, "draws": 1}
+    moves = {"radius": 0.2, "step_size": 0.1}
+    found = games.play(games.Purify(net, box=wide, **moves), attack, x, y, **how)
+    assert found.static_clean_accuracy.value == 1
+    with pytest.raises(ValueError, match=r"clips inputs to \(0.0, 1.0\), .* box is \(-5.0, 5.0\)"):
+        games.play(games.Purify(net, **moves), attack, x, y, **how)
+
+
+def test_labels_beyond_the_classes_are_refused(key):
+    x, y = jax.random.uniform(key, (8, 2)), np.repeat([5, 1], 4)
+    net = functools.partial(models.norm_mlp, (2, 4, 2))
+    adversarial = games.TADV(
+        network=lambda key: net(key=key), attack=INNER, eps=0.02, steps=2, size=4
+    )
+    for ask in (
+        lambda: games.train_classifier(net(key=key), x, y, key=key, steps=2),
+        lambda: games.prepare(adversarial, x, y, key=key),
+        lambda: games.prepare(games.Fixed(net(key=key)), x, -y, key=key),
+    ):
+        with pytest.raises(ValueError, match=r"labels|classes"):
+            ask()
 
 
 def test_the_papers_settings():

@@ -176,14 +176,19 @@ def check_samples(
             "it. If it was normalised by mean and std, put that inside the model; data that are no "
             "images may have another box, Lp(box=(low, high)), or none, box=None."
         )
+    check_labels(labels, classes)
+    if not transductive:
+        independence.check(model, x)
+    return x, on_device(labels, np.int32)
+
+
+def check_labels(labels: np.ndarray, classes: int) -> None:
+    """Raises unless all labels ``[n]`` are classes of the model."""
     smallest, largest = int(labels.min()), int(labels.max())
     if smallest < 0 or largest >= classes:
         raise ValueError(
             f"labels span {smallest}..{largest}, but the model has the classes 0..{classes - 1}."
         )
-    if not transductive:
-        independence.check(model, x)
-    return x, on_device(labels, np.int32)
 
 
 def gate(

@@ -191,7 +191,7 @@ def _content(
         **{name: settings[name] for name in ("sigma", *_DEFAULTS, "test")},
         "clean_accuracy": float(np.mean(found.correct)),
         "abstained": int(np.sum(found.abstained)),
-        "verified": int(np.sum(found.radius >= parsed.eps)),
+        "verified": int(np.sum(_verified(found, parsed.eps))),
         "average_radius": found.average_radius,
         "certified_accuracy": {
             f"omega_{name}": float(found.accuracy(parsed.eps, order))
@@ -217,13 +217,18 @@ def _noise(parsed: argparse.Namespace) -> Added:
     return fitting[name](parsed.sigma)
 
 
+def _verified(found: smoothing.SmoothedCertificate, eps: float) -> np.ndarray:
+    """``[n]``: whether the label is returned within ``eps``; a radius may be 0 for want of it."""
+    return np.asarray(found.correct & (found.radius >= eps))
+
+
 def _archive(found: smoothing.SmoothedCertificate, eps: float) -> bytes:
     """The content of the ``--radii`` file, an npz archive of ``[n]`` arrays."""
     buffer = io.BytesIO()
     np.savez_compressed(
         buffer,
         radius=found.radius,
-        verified=found.radius >= eps,
+        verified=_verified(found, eps),
         correct=found.correct,
         prediction=found.prediction,
         lower=found.lower,

@@ -71,7 +71,8 @@ def mixed(
         another precision.
 
     Cost: a search in the lower precision, two forward passes, and a search of the samples whose
-      flips were lost or, by a minimum-norm attack, not found. CPUs do not gain, since they have no such arithmetic.
+      flips were lost or, by a minimum-norm attack, not found. CPUs do not gain, since they have no
+      such arithmetic.
 
     Source: this library's own.
 

@@ -46,8 +46,9 @@ def smoothed(
     point counts if fresh noise shows, at level ``1 - alpha`` for each sample, that another class
     than the label is the most probable. Near its boundary a smoothed classifier's classes cannot be
     told apart by votes, so points farther along the same line are tried too. Where ``soft`` already
-    misclassifies a sample and the votes do not, the attack goes on beyond its margin there. Within a radius proved
-    by :func:`wdjax.smoothing.certify` for the same model and noise, flips occur only by chance.
+    misclassifies a sample and the votes do not, the attack goes on beyond its margin there. Within
+    a radius proved by :func:`wdjax.smoothing.certify` for the same model and noise, flips occur
+    only by chance.
 
     Args:
       attack: from :mod:`wdjax.attacks`, such as :class:`~wdjax.attacks.DDN`.

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from wdjax import loops, losses, models
@@ -131,7 +132,9 @@ def train_classifier(
     True
     """
     arguments.check(model=model, x=x, y=y, key=key)
-    validate.shapes_of(model, x)
+    logits = validate.shapes_of(model, x)
+    if not validate.traced(y):
+        validate.check_labels(np.asarray(y), logits.shape[-1])
     x, y = jnp.asarray(x), jnp.asarray(y)
     rule = rule or optax.adam(optax.cosine_decay_schedule(3e-3, steps))
     order_key, attack_key = jax.random.split(key)

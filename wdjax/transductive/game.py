@@ -57,7 +57,10 @@ def prepare(defense: Defense, x: AnyArray, y: AnyArray, *, key: Array) -> PyTree
     arguments.check(x=x, y=y, key=key)
     host_only("prepare", "the method prepare of the defense, which can be traced", x, y, key)
     known = data.as_dataset(x, y, "the training data")
-    return _prepare(defense, key, jnp.asarray(known.x), jnp.asarray(known.y))
+    given = defense, key, jnp.asarray(known.x), jnp.asarray(known.y)
+    logits = jax.eval_shape(_first_logits, *given)
+    validate.check_labels(np.asarray(known.y), logits.shape[-1])
+    return _prepare(*given)
 
 
 @full_precision
@@ -122,10 +125,10 @@ def play(
       A :class:`GameReport`.
 
     Raises:
-      ValueError: bad samples, sizes that do not divide, also over the mesh, unknown options, a
-        search before the game that met what is not finite, several draws of a leaked key, a static
-        model whose outputs on clean inputs are not finite, points outside their ball, a checkpoint
-        of another game, a game ended by the callback.
+      ValueError: bad samples, a defence of another box than the ball's, sizes that do not divide,
+        also over the mesh, unknown options, a search before the game that met what is not finite,
+        several draws of a leaked key, a static model whose outputs on clean inputs are not finite,
+        points outside their ball, a checkpoint of another game, a game ended by the callback.
 
     Cost: a round takes the attack's iterations, with one adaptation each, and ``2 draws``
       adaptations more; one more for a stateful defence.
@@ -151,7 +154,11 @@ def play(
     arguments.warn(arguments.too_far(attack.inner.ball, np.shape(x)[1:], eps))
     rules = _checked(_Rules(size, draws, leak, order, pool, rejections))
     static = static_model(defense, memory)
-    x, y = validate.check_samples(static, x, y, attack.inner.ball.box, transductive=True)
+    box = attack.inner.ball.box
+    clips = getattr(defense, "box", box)
+    if clips != box:
+        raise ValueError(f"the defence clips inputs to {clips}, and the ball's box is {box}.")
+    x, y = validate.check_samples(static, x, y, box, transductive=True)
     rows, index = _arrange(np.asarray(y), rules)
     defender = Defender(defense, memory, defense.rejects if company is None else bool(company))
     parallel.check_divides("size", rows, mesh)
@@ -312,6 +319,11 @@ def _static(params: dict[str, Any], x: Array) -> Array:
     defense, memory = params["defense"], params["memory"]
     base = defense.base(memory, defense.begin(memory), len(x))
     return logits_of(defense.predict(memory, base, x))
+
+
+def _first_logits(defense: Defense, key: Array, x: Array, y: Array) -> Array:
+    """Logits of the training samples before any adaptation."""
+    return static_model(defense, defense.prepare(key, x, y))(x)
 
 
 _prepare = distinct.jit(lambda defense, key, x, y: defense.prepare(key, x, y))

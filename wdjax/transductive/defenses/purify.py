@@ -29,6 +29,7 @@ class Purify(Stateless):
       steps: steps of the optimisation.
       radius: linf radius within which inputs are moved.
       step_size: root mean square of a step, in the units of ``x``.
+      box: ends of what inputs may be, to which they are clipped; None for no clipping.
 
     Raises:
       ValueError: fewer than one step.
@@ -52,6 +53,7 @@ class Purify(Stateless):
     steps: int = setting(4)
     radius: float | Array = 8 / 255
     step_size: float | Array = 4 / 255
+    box: tuple[float, float] | None = setting((0.0, 1.0))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", validate.check_count("steps", self.steps))
@@ -69,7 +71,8 @@ class Purify(Stateless):
     def predict(self, memory: PyTree, adapted: "_Noise", x: Array) -> Array:
         key = jax.random.wrap_key_data(adapted.key)
         noise = jax.random.uniform(key, x.shape[1:], x.dtype, -1.0, 1.0) * self.radius
-        start = jnp.clip(x + adapted.strength * noise, 0.0, 1.0)
+        ends = (None, None) if self.box is None else self.box
+        start = jnp.clip(x + adapted.strength * noise, *ends)
         label = jax.lax.stop_gradient(jnp.argmax(self.model(start), axis=-1))
 
         @jax.checkpoint
@@ -78,7 +81,7 @@ class Purify(Stateless):
                 return jnp.sum(losses.cross_entropy(self.model(now), label))
 
             moved = now - self.step_size * adapted.strength * _soft_sign(jax.grad(loss)(now))
-            return jnp.clip(jnp.clip(moved, x - self.radius, x + self.radius), 0.0, 1.0), None
+            return jnp.clip(jnp.clip(moved, x - self.radius, x + self.radius), *ends), None
 
         return self.model(loops.scan(step, start, length=self.steps)[0])
 
