@@ -228,12 +228,13 @@ def test_nothing_is_done_twice_but_what_is_damaged(given, ran, capsys):
         )
         (crown / "result.json").write_text(whole[:100])
         assert again(capsys)[0] == 0
-        (given / "jobs.toml").write_text(JOBS.replace("steps = 2\nshards", "steps = 3\nshards"))
-        code, _, err = again(capsys)
-        (given / "jobs.toml").write_text(JOBS)
-        assert code == 2
-        assert "1-of-3.safetensors is of other work, certify" in err
-        assert not begun
+        for other in ("steps = 3\nshards", "steps = 2\nsamples = 7\nshards", "shards"):
+            (given / "jobs.toml").write_text(JOBS.replace("steps = 2\nshards", other))
+            code, _, err = again(capsys)
+            (given / "jobs.toml").write_text(JOBS)
+            assert code == 2
+            assert "1-of-3.safetensors is of other work, certify" in err
+            assert not begun
 
 
 def test_a_result_is_never_that_of_another_model(given, ran, capsys, monkeypatch):

@@ -70,7 +70,10 @@ class Job(NamedTuple):
         return self.folder / f"part-{number}"
 
     def said(self, number: int) -> list[str]:
-        """The command line of a part, or for 0 the one that merges them."""
+        """The command line of a part, or for 0 the one that merges them.
+
+        Of a part's, ``--json`` is the first word that is not the job's own.
+        """
         if number:
             paths = [f"--json={self.result}", f"--checkpoint={self.kept(number)}"]
             return [*self.words, *paths, f"--shard={number}/{self.parts}", "--quiet"]
@@ -78,6 +81,12 @@ class Job(NamedTuple):
         code = self.parsed.model
         trusted = [] if code is None or not own_model.runs_code(code) else [f"--model={code}"]
         return ["merge", *parts, f"--json={self.result}", *trusted, "--quiet"]
+
+    def made(self, said: Iterable[str]) -> bool:
+        """Whether these are the words of a part of it, wherever that was written."""
+        return (*itertools.takewhile(lambda word: not word.startswith("--json="), said),) == (
+            self.words
+        )
 
 
 def read(path: Path, out: Path) -> tuple[list[Job], dict[str, Any]]:

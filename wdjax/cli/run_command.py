@@ -233,8 +233,8 @@ class _JobQueue:
             self._console.warn(f"{path} is damaged, and is done again: {error}")
             path.unlink()
             return False
-        said = tuple(part.facts["said"])
-        if said[: len(job.words)] != job.words:
+        said = part.facts["said"]
+        if not job.made(said):
             raise ValueError(
                 f"{path} is of other work, {' '.join(said)[:300]}: name another --out, or remove "
                 f"{job.folder}."
