@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -369,6 +370,30 @@ def test_a_list_is_resumed_and_tells_of_bad_files(folder, capsys, tmp_path):
     assert first == second, "kept with their seconds"
     assert "nan" in first[2]["error"]
     assert "3 inputs" in first[4]["error"]
+
+
+def test_a_checkpoint_is_of_one_list_in_its_order(folder, capsys, tmp_path):
+    """Rows of equal names differ by their folders, which a change of the list swaps."""
+    listed = tmp_path / "list.csv"
+    for kind in ("sat", "unsat"):
+        (tmp_path / kind).mkdir()
+        shutil.copy(folder / "net.onnx", tmp_path / kind)
+        shutil.copy(folder / f"{kind}.vnnlib", tmp_path / kind / "p.vnnlib")
+
+    def verified(*rows):
+        written = [f"{kind},net.onnx,p.vnnlib,{seconds}\n" for kind, seconds in rows]
+        listed.write_text("".join(["benchmark,onnx,vnnlib,timeout_s\n", *written]))
+        words = ["verify", "--instances", str(listed), "--json", "-"]
+        code = main([*words, "--checkpoint", str(tmp_path / "kept")])
+        said = capsys.readouterr()
+        if code:
+            return said.err
+        return [(row["benchmark"], row["result"]) for row in json.loads(said.out)["instances"]]
+
+    rows = ("sat", 20), ("unsat", 20)
+    assert verified(*rows) == verified(*rows) == [("sat", "sat"), ("unsat", "unsat")]
+    for other in (rows[::-1], (rows[0], ("unsat", 10)), rows[:1], (*rows, rows[0])):
+        assert "belongs to other settings" in verified(*other)
 
 
 def test_the_command_refuses_what_it_cannot_do(folder, capsys, tmp_path):

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from wdjax import certify
+from wdjax import certify, identity
 from wdjax.cli import options, process, subject, workers
 from wdjax.cli.console import Console
 from wdjax.engine import tasks
@@ -96,11 +96,24 @@ class Instance(NamedTuple):
 
     onnx: str
     vnnlib: str
-    folder: str
     seconds: float
     seed: int
-    proofs: str = ""
+    proofs: str
     """A folder for proofs, or none."""
+    folder: str = ""
+    """Of the list; none for a single instance."""
+    benchmark: str = ""
+    """A folder in it, or none."""
+
+    @property
+    def net(self) -> Path:
+        """The file of the net."""
+        return Path(self.folder, self.benchmark, self.onnx)
+
+    @property
+    def specification(self) -> Path:
+        """The file of the property."""
+        return Path(self.folder, self.benchmark, self.vnnlib)
 
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
@@ -114,10 +127,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--jobs {parsed.jobs} would be ignored: it is for --instances LIST.csv.")
     subject.check_paths(parsed)
     todo = list(_listed(parsed)) if listed else [_single(parsed)]
-    contents = [path.read_bytes() for path in sorted(set(_files(todo))) if path.is_file()]
-    work = subject.command_tasks(
-        parsed, *(np.frombuffer(content, np.uint8) for content in contents)
-    )
+    kept = parsed.checkpoint is not None
+    work = subject.command_tasks(parsed, todo, _digests(todo) if kept else {})
     verdicts = _all(todo, work, parsed, console)
     if parsed.json is not None:
         counts = collections.Counter(verdict["result"] for verdict in verdicts)
@@ -143,14 +154,17 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 
 def _single(parsed: argparse.Namespace) -> Instance:
     seconds = parsed.seconds or _SECONDS
-    proofs = parsed.proof or ""
-    return Instance(str(parsed.onnx), str(parsed.vnnlib), "", seconds, parsed.seed, proofs)
+    return Instance(str(parsed.onnx), str(parsed.vnnlib), seconds, parsed.seed, parsed.proof or "")
 
 
-def _files(todo: list[Instance]) -> Iterator[Path]:
-    for one in todo:
-        yield Path(one.folder, one.onnx)
-        yield Path(one.folder, one.vnnlib)
+def _digests(todo: list[Instance]) -> dict[str, bytes]:
+    """A digest of each file that is there."""
+    paths = {path for one in todo for path in (one.net, one.specification)}
+    return {
+        str(path): identity.digest(np.frombuffer(path.read_bytes(), np.uint8))
+        for path in paths
+        if path.is_file()
+    }
 
 
 def _listed(parsed: argparse.Namespace) -> Iterator[Instance]:
@@ -181,9 +195,10 @@ def _listed(parsed: argparse.Namespace) -> Iterator[Instance]:
             except argparse.ArgumentTypeError as error:
                 raise ValueError(f"the seconds of instance {number} of {path} {error}.") from None
         seconds = seconds if seconds < math.inf else _SECONDS
-        folder = str(path.parent / cells.get("benchmark", ""))
-        proofs = str(Path(parsed.proof, cells.get("benchmark", ""))) if parsed.proof else ""
-        yield Instance(cells["onnx"], cells["vnnlib"], folder, seconds, parsed.seed, proofs)
+        benchmark = cells.get("benchmark", "")
+        proofs = str(Path(parsed.proof, benchmark)) if parsed.proof else ""
+        files, beside = (cells["onnx"], cells["vnnlib"]), str(path.parent)
+        yield Instance(*files, seconds, parsed.seed, proofs, beside, benchmark)
 
 
 def _all(
@@ -228,6 +243,8 @@ def decided(one: Instance) -> dict[str, Any]:
     A bad file raises in a single instance; in a list (``folder`` is set) it is the result "error".
     """
     row: dict[str, Any] = {"onnx": one.onnx, "vnnlib": one.vnnlib, "seconds_limit": one.seconds}
+    if one.benchmark:
+        row["benchmark"] = one.benchmark
     before = _clock()()
     try:
         row |= _searched(one, time.monotonic())
@@ -248,9 +265,9 @@ def _clock() -> process.Clock:
 
 def _searched(one: Instance, began: float) -> dict[str, Any]:
     """The verdict over all boxes of a property: sat as soon as one is, unsat if all are."""
-    path = Path(one.folder, one.onnx)
+    path = one.net
     model, shape = _loaded(str(path), path.stat().st_mtime_ns)
-    cases = vnnlib_file.read(Path(one.folder, one.vnnlib))
+    cases = vnnlib_file.read(one.specification)
     proof, missing = _proof(one)
     records = [None] * len(cases) if proof is None else proof.cases
     found: list[certify.Verdict] = []
@@ -286,7 +303,7 @@ def _proof(one: Instance) -> tuple[certify.Proof | None, str]:
     if not one.proofs:
         return None, ""
     try:
-        return certify.Proof(Path(one.folder, one.onnx), Path(one.folder, one.vnnlib)), ""
+        return certify.Proof(one.net, one.specification), ""
     except ValueError as error:
         return None, str(error)
 
