@@ -396,6 +396,19 @@ def test_a_checkpoint_is_of_one_list_in_its_order(folder, capsys, tmp_path):
         assert "belongs to other settings" in verified(*other)
 
 
+def test_a_checkpoint_is_of_the_tensors_beside_a_net(folder, capsys, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    path, stored = str(tmp_path / "net.onnx"), tmp_path / "tensors"
+    model = onnx.load(folder / "net.onnx")
+    onnx.save(model, path, save_as_external_data=True, location="tensors", size_threshold=0)
+    words = ["verify", path, str(folder / "sat.vnnlib"), "--json", "-", "--quiet"]
+    words += ["--checkpoint", str(tmp_path / "kept")]
+    assert main(words) == main(words) == 0
+    stored.write_bytes(bytes(stored.stat().st_size))
+    assert main(words) == 2
+    assert "belongs to other settings" in capsys.readouterr().err
+
+
 def test_the_command_refuses_what_it_cannot_do(folder, capsys, tmp_path):
     net, spec = str(folder / "net.onnx"), str(folder / "sat.vnnlib")
     (tmp_path / "empty.csv").write_text("\n")

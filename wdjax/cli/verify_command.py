@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import contextlib
 import csv
 import functools
 import importlib.util
@@ -20,7 +21,7 @@ from wdjax import certify, identity
 from wdjax.cli import options, process, subject, workers
 from wdjax.cli.console import Console
 from wdjax.engine import tasks
-from wdjax.files import vnnlib_file
+from wdjax.files import onnx_file, vnnlib_file
 from wdjax.models import convert
 from wdjax.proofs.recorder import CaseRecord
 from wdjax.report import summary
@@ -158,13 +159,18 @@ def _single(parsed: argparse.Namespace) -> Instance:
 
 
 def _digests(todo: list[Instance]) -> dict[str, bytes]:
-    """A digest of each file that is there."""
-    paths = {path for one in todo for path in (one.net, one.specification)}
-    return {
-        str(path): identity.digest(np.frombuffer(path.read_bytes(), np.uint8))
-        for path in paths
-        if path.is_file()
-    }
+    """A digest of each file that is there; of a net with the tensors that other files store."""
+    paths = {one.specification: False for one in todo}
+    paths |= {one.net: True for one in todo}
+    found: dict[str, bytes] = {}
+    for path, net in paths.items():
+        if path.is_file():
+            parts: list[Any] = [np.frombuffer(path.read_bytes(), np.uint8)]
+            if net:
+                with contextlib.suppress(ValueError, OSError):  # Its verdict says what is wrong.
+                    parts.append(onnx_file.read(path))
+            found[str(path)] = identity.digest(parts)
+    return found
 
 
 def _listed(parsed: argparse.Namespace) -> Iterator[Instance]:
