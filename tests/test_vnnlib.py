@@ -409,6 +409,36 @@ def test_a_checkpoint_is_of_the_tensors_beside_a_net(folder, capsys, tmp_path):
     assert "belongs to other settings" in capsys.readouterr().err
 
 
+def test_each_proof_has_a_file_of_its_own(folder, capsys, tmp_path):
+    rows = ("net", "a-b"), ("net-a", "b")
+    for net, spec in rows:
+        shutil.copy(folder / "net.onnx", tmp_path / f"{net}.onnx")
+        shutil.copy(folder / "sat.vnnlib", tmp_path / f"{spec}.vnnlib")
+    (tmp_path / "list.csv").write_text("\n".join(f"{a}.onnx,{b}.vnnlib,20" for a, b in rows))
+    words = ["verify", "--instances", str(tmp_path / "list.csv"), "--proof", str(tmp_path / "new")]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "net-a-b.npz would be the proof of both net.onnx with a-b.vnnlib and net-a.onnx" in said
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_proof_that_was_removed_is_not_named(folder, capsys, tmp_path):
+    files = [str(folder / "net.onnx"), str(folder / "sat.vnnlib")]
+    words = ["verify", *files, "--proof", str(tmp_path / "new"), "--json", "-", "--quiet"]
+    words += ["--checkpoint", str(tmp_path / "kept")]
+
+    def row():
+        assert main(words) == 0
+        return json.loads(capsys.readouterr().out)["instances"][0]
+
+    place = tmp_path / "new" / "net-sat.npz"
+    assert row() == row()
+    assert row()["proof"] == str(place)
+    place.unlink()
+    assert row()["proof"] is None
+    assert "net-sat.npz was removed" in row()["remarks"][-1]
+
+
 def test_the_command_refuses_what_it_cannot_do(folder, capsys, tmp_path):
     net, spec = str(folder / "net.onnx"), str(folder / "sat.vnnlib")
     (tmp_path / "empty.csv").write_text("\n")

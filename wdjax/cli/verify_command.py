@@ -116,6 +116,15 @@ class Instance(NamedTuple):
         """The file of the property."""
         return Path(self.folder, self.benchmark, self.vnnlib)
 
+    @property
+    def proof(self) -> Path:
+        """The file of a proof."""
+        files = (
+            Path(name.removesuffix(".gz")).with_suffix("") for name in (self.onnx, self.vnnlib)
+        )
+        names = (str(file).replace("/", "_") if self.folder else file.name for file in files)
+        return Path(self.proofs, "-".join(names) + ".npz")
+
 
 def run(parsed: argparse.Namespace, console: Console) -> int:
     """Verifies, writes, and prints the verdicts."""
@@ -128,6 +137,8 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--jobs {parsed.jobs} would be ignored: it is for --instances LIST.csv.")
     subject.check_paths(parsed)
     todo = list(_listed(parsed)) if listed else [_single(parsed)]
+    if parsed.proof:
+        _refuse_one_proof_of_two(todo)
     kept = parsed.checkpoint is not None
     work = subject.command_tasks(parsed, todo, _digests(todo) if kept else {})
     verdicts = _all(todo, work, parsed, console)
@@ -173,6 +184,18 @@ def _digests(todo: list[Instance]) -> dict[str, bytes]:
     return found
 
 
+def _refuse_one_proof_of_two(todo: list[Instance]) -> None:
+    """Raises if a proof would replace one of other files."""
+    seen: dict[Path, Instance] = {}
+    for one in todo:
+        other = seen.setdefault(one.proof, one)
+        if (other.net, other.specification) != (one.net, one.specification):
+            raise ValueError(
+                f"{one.proof} would be the proof of both {other.onnx} with {other.vnnlib} and "
+                f"{one.onnx} with {one.vnnlib}: rename a file, or verify them in two lists."
+            )
+
+
 def _listed(parsed: argparse.Namespace) -> Iterator[Instance]:
     """The instances of a list; a limit of seconds may only be lowered by ``--seconds``."""
     path = parsed.instances
@@ -215,7 +238,7 @@ def _all(
     found: dict[int, dict[str, Any]] = {}
 
     def keep(item: int, decide: Any) -> None:
-        found[item] = work.do(names[item], decide).value
+        found[item] = _with_its_proof(work.do(names[item], decide).value)
         if len(todo) > 1:
             row = found[item]
             console.say(
@@ -235,6 +258,14 @@ def _all(
         for item, verdict in workers.mapped(decide, [todo[item] for item in left], parsed.jobs):
             keep(left[item], lambda task, verdict=verdict: verdict)
     return [found[item] for item in range(len(todo))]
+
+
+def _with_its_proof(row: dict[str, Any]) -> dict[str, Any]:
+    """A verdict without its proof, if that was removed since."""
+    if row.get("proof") is None or Path(row["proof"]).exists():
+        return row
+    said = f"{_NO_PROOF}{row['proof']} was removed; without --checkpoint it is made again"
+    return row | {"proof": None, "remarks": [*row.get("remarks", ()), said]}
 
 
 def _cached(cache: bool, one: Instance) -> dict[str, Any]:
@@ -316,16 +347,13 @@ def _proof(one: Instance) -> tuple[certify.Proof | None, str]:
 
 def _saved(one: Instance, proof: certify.Proof | None, missing: str) -> dict[str, Any]:
     """Where the proof is, or why it is not."""
-    names = (str(Path(name.removesuffix(".gz")).with_suffix("")) for name in (one.onnx, one.vnnlib))
-    names = (Path(name).name if not one.folder else name.replace("/", "_") for name in names)
-    path = Path(one.proofs, "-".join(names) + ".npz")
     if proof is None:
         return {"proof": None, "remarks": [_NO_PROOF + missing]}
     try:
-        proof.save(path)
+        proof.save(one.proof)
     except ValueError as error:
         return {"proof": None, "remarks": [_NO_PROOF + str(error)]}
-    return {"proof": str(path)}
+    return {"proof": str(one.proof)}
 
 
 _NO_PROOF = "there is no proof of it: "
