@@ -324,12 +324,16 @@ def test_verdicts_of_a_file(folder, capsys, name):
     assert said.rstrip().endswith("))")
 
 
-@pytest.mark.parametrize(("dtype", "samples"), [("float64", 1), ("float32", 3)])
-def test_witnesses_are_replayed_in_the_form_of_the_file(folder, capsys, tmp_path, dtype, samples):
+@pytest.mark.parametrize(
+    ("dtype", "samples", "column"), [("float64", 1, "timeout"), ("float32", 3, "seconds")]
+)
+def test_witnesses_are_replayed_in_the_form_of_the_file(
+    folder, capsys, tmp_path, dtype, samples, column
+):
     """A first row with a byte order mark names the columns."""
     net(tmp_path / "net.onnx", dtype, samples)
     listed = tmp_path / "list.csv"
-    listed.write_text(f"onnx,vnnlib,timeout\nnet.onnx,{folder}/sat.vnnlib,20\n", "utf-8-sig")
+    listed.write_text(f"onnx,vnnlib,{column}\nnet.onnx,{folder}/sat.vnnlib,20\n", "utf-8-sig")
     assert main(["verify", "--instances", str(listed), "--json", "-"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["instances"]
     assert (row["result"], row["seconds_limit"]) == ("sat", 20)
@@ -444,6 +448,9 @@ def test_the_command_refuses_what_it_cannot_do(folder, capsys, tmp_path):
     (tmp_path / "empty.csv").write_text("\n")
     (tmp_path / "short.csv").write_text("net.onnx\n")
     (tmp_path / "never.csv").write_text("net.onnx,sat.vnnlib,-1\n")
+    (tmp_path / "limit.csv").write_text("onnx, vnnlib, limit\nnet.onnx,sat.vnnlib,1\n")
+    (tmp_path / "twice.csv").write_text("onnx,vnnlib,onnx\nnet.onnx,sat.vnnlib,no.onnx\n")
+    (tmp_path / "both.csv").write_text("onnx,vnnlib,timeout,seconds\nnet.onnx,sat.vnnlib,1,2\n")
     listed = "--instances"
     for words, message in (
         ([net], "name a net and a property"),
@@ -457,6 +464,12 @@ def test_the_command_refuses_what_it_cannot_do(folder, capsys, tmp_path):
         ([listed, str(tmp_path / "empty.csv")], "no instances"),
         ([listed, str(tmp_path / "short.csv")], "must name a net"),
         ([listed, str(tmp_path / "never.csv")], "seconds of instance 1"),
+        (
+            [listed, str(tmp_path / "limit.csv")],
+            "limit.csv has the column ' limit': there are onnx",
+        ),
+        ([listed, str(tmp_path / "twice.csv")], "twice.csv has the column 'onnx'"),
+        ([listed, str(tmp_path / "both.csv")], "both.csv has the column 'timeout'"),
     ):
         try:
             code = main(["verify", *words])

@@ -32,6 +32,10 @@ _JOBS = options.Range(1, 1024, whole=True)
 _MOST = 1 << 24
 """Largest size of a list of instances, in bytes."""
 
+_COLUMNS = "onnx", "vnnlib", "seconds", "benchmark"
+_ALIKE = {"timeout_s": "seconds", "timeout": "seconds"}
+"""Other names of columns of a list of instances."""
+
 _DTYPES = {"tensor(double)": np.float64, "tensor(float16)": np.float16}
 """Inputs that onnxruntime takes, but for float32."""
 
@@ -42,8 +46,8 @@ _EXAMPLES = """examples:
       --checkpoint kept
 
 the list has rows "net.onnx,property.vnnlib,seconds" as in VNN-COMP, or a first row that names the
-columns onnx, vnnlib, and, where there are such, timeout_s or timeout, and benchmark, a folder;
-files are looked for beside the list"""
+columns onnx, vnnlib, and, where there are such, seconds (or timeout_s, timeout) and benchmark, a
+folder; files are looked for beside the list"""
 
 
 def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -205,9 +209,9 @@ def _listed(parsed: argparse.Namespace) -> Iterator[Instance]:
         rows = [row for row in csv.reader(io.StringIO(path.read_text("utf-8-sig"))) if any(row)]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is no list of instances: {error}.") from None
-    names = ["onnx", "vnnlib", "timeout_s"]
-    if rows and "onnx" in rows[0] and "vnnlib" in rows[0]:
-        names = rows.pop(0)
+    names = ["onnx", "vnnlib", "seconds"]
+    if rows and {"onnx", "vnnlib"} <= {cell.strip() for cell in rows[0]}:
+        names = _columns(path, rows.pop(0))
     if not rows:
         raise ValueError(f"{path} has no instances.")
     for number, row in enumerate(rows, 1):
@@ -218,7 +222,7 @@ def _listed(parsed: argparse.Namespace) -> Iterator[Instance]:
                 f"{options.shown(','.join(row))}."
             )
         seconds = parsed.seconds or math.inf
-        if limit := cells.get("timeout_s") or cells.get("timeout"):
+        if limit := cells.get("seconds"):
             try:
                 seconds = min(seconds, options.SECONDS(limit))
             except argparse.ArgumentTypeError as error:
@@ -228,6 +232,18 @@ def _listed(parsed: argparse.Namespace) -> Iterator[Instance]:
         proofs = str(Path(parsed.proof, benchmark)) if parsed.proof else ""
         files, beside = (cells["onnx"], cells["vnnlib"]), str(path.parent)
         yield Instance(*files, seconds, parsed.seed, proofs, beside, benchmark)
+
+
+def _columns(path: Path, titles: list[str]) -> list[str]:
+    """The names of a list's columns; raises for one that is unknown or there twice."""
+    names = [_ALIKE.get(title.strip(), title.strip()) for title in titles]
+    for name, title in zip(names, titles):
+        if name not in _COLUMNS or names.count(name) > 1:
+            raise ValueError(
+                f"{path} has the column {options.shown(title)}: there are {', '.join(_COLUMNS)}, "
+                f"each once, and for seconds {' or '.join(_ALIKE)}."
+            )
+    return names
 
 
 def _all(
