@@ -167,6 +167,27 @@ def test_an_entry_for_robustbench_says_what_was_measured(given, ran):
     }
 
 
+def test_an_entry_for_robustbench_is_of_the_defaults_and_of_most_samples(given):
+    text = JOBS[: JOBS.index("[models.b]")] + JOBS[JOBS.index("[data.squares]") :]
+    text = text[: text.index("[threats.mass]")].replace("8/255", "0.2")
+    for name, more in {"heavy": "kappa = 3", "quick": "samples = 3", "full": "seed = 1"}.items():
+        text += f'[methods.{name}]\ncommand = "attack"\nattacks = "autoattack"\n{more}\n'
+    Path("three.toml").write_text(text)
+    assert main(["run", "three.toml", "--json", "three.json", "--quiet"]) == 0
+    content = json.loads(Path("three.json").read_text())
+    heavy, quick, full = (row["shares"]["autoattack"] for row in content["jobs"])
+    entry = json.loads(Path("three/model_info/squares/Linf/a.json").read_text())
+    assert len({heavy, quick, full}) == 3
+    assert entry["autoattack_acc"] == f"{100 * full:.2f}"
+    assert content["remarks"] == [
+        "model_info/squares/Linf/a.json is of full, 7 samples: autoattack was run by quick, full"
+    ]
+    text = text[: text.index("[methods.quick]")]
+    Path("heavy.toml").write_text(text)
+    assert main(["run", "heavy.toml", "--quiet"]) == 0
+    assert not Path("heavy/model_info").exists()
+
+
 def test_the_page_has_a_table_of_models_for_every_threat(given, ran):
     shown = (given / "out" / "report.html").read_text()
     assert Reader(shown).inside == []

@@ -111,9 +111,11 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     rows = [_row(job) for job in jobs if job.names not in faults]
     failed = [f"{' '.join(names)}: {text}" for names, text in faults.items()]
     times = {name: math.fsum(row[name] for row in rows) for name in ("seconds", "compile_seconds")}
-    content = {**summary.head("run"), "data": parsed.file.name, "jobs": rows, "remarks": failed}
+    entries, several = _infos(jobs, rows)
+    said = failed + several
+    content = {**summary.head("run"), "data": parsed.file.name, "jobs": rows, "remarks": said}
     content |= times
-    infos = {out / "model_info" / path: text for path, text in _infos(jobs, rows).items()}
+    infos = {out / "model_info" / path: text for path, text in entries.items()}
     for path in infos:
         path.parent.mkdir(parents=True, exist_ok=True)
     infos[out / "report.html"] = leaderboard.leaderboard(content)
@@ -289,18 +291,32 @@ def _row(job: Job) -> dict[str, Any]:
     }
 
 
-def _infos(jobs: Sequence[Job], rows: Sequence[dict[str, Any]]) -> dict[Path, str]:
-    """RobustBench's ``model_info`` of every model, data and threat that AutoAttack attacked."""
-    found: dict[Path, str] = {}
+def _infos(
+    jobs: Sequence[Job], rows: Sequence[dict[str, Any]]
+) -> tuple[dict[Path, str], list[str]]:
+    """RobustBench's ``model_info`` of every model, data and threat that AutoAttack attacked.
+
+    Also says where several methods did with its defaults: the entry is of most samples.
+    """
     known = {tuple(row["job"]): row for row in rows}
+    measured: dict[Path, list[tuple[Job, dict[str, Any]]]] = {}
     for job in jobs:
         row = known.get(job.names, {"shares": {}})
-        if job.words[0] != "attack" or "autoattack" not in row["shares"]:
-            continue
-        model, data, threat, _ = job.names
+        whole = job.words[0] == "attack" and job.parsed.kappa in (None, 1)
+        if whole and "autoattack" in row["shares"]:
+            model, data, threat, _ = job.names
+            measured.setdefault(Path(data, threat, f"{model}.json"), []).append((job, row))
+    found, said = dict[Path, str](), []
+    for path, ran in measured.items():
+        job, row = max(ran, key=lambda one: one[1]["n"])
         accuracies = row["clean_accuracy"], row["shares"]["autoattack"]
-        values = data, job.eps, *(f"{100 * accuracy:.2f}" for accuracy in accuracies)
-        measured = dict(zip(job_file.MEASURED, values))
-        path = Path(data, threat, f"{model}.json")
-        found[path] = json.dumps({"name": model, **job.info, **measured}, indent=2) + "\n"
-    return found
+        values = job.names[1], job.eps, *(f"{100 * accuracy:.2f}" for accuracy in accuracies)
+        info = {"name": job.names[0], **job.info, **dict(zip(job_file.MEASURED, values))}
+        found[path] = json.dumps(info, indent=2) + "\n"
+        if len(ran) > 1:
+            methods = ", ".join(one.names[-1] for one, _ in ran)
+            said.append(
+                f"model_info/{path} is of {job.names[-1]}, {row['n']} samples: autoattack was run "
+                f"by {methods}"
+            )
+    return found, said
