@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -136,7 +137,8 @@ def test_every_job_is_what_its_command_says(given, ran):
         assert main([*words, *subject, "--quiet"]) == 0
         whole = json.loads((given / "one").read_text())
         assert timeless(json.loads((given / row["file"]).read_text())) == timeless(whole)
-        assert (row["command"], row["n"]) == (words[0], ROWS)
+        counted = 4 if words[0] == "nppr" else ROWS
+        assert (row["command"], row["n"]) == (words[0], counted)
         assert row["clean_accuracy"] == whole["clean_accuracy"]
     shares = [row["shares"] for row in ran["jobs"]]
     first = json.loads((given / ran["jobs"][0]["file"]).read_text())
@@ -197,6 +199,15 @@ def test_the_page_has_a_table_of_models_for_every_threat(given, ran):
     for share in {share for row in rows for share in row["shares"].values()}:
         assert f'data-value="{share!r}"' in shown
     assert shown.count('<tr><th scope="row">') == 3  # Of a twice, of b once.
+    mixed, alike = (
+        re.findall(r'<th scope="col">(.*?)</th>', part) for part in shown.split("<h2>")[1:]
+    )
+    assert [title for title in mixed if title.endswith((": n", ": clean"))] == [
+        f"{method}: {what}" for method in ("autoattack", "crown", "nppr") for what in ("n", "clean")
+    ]
+    halved = {title for title in mixed if "of correctly classified samples" in title}
+    assert halved == {title for title in mixed if re.match("nppr: (AR|PR|NPPR)", title)} != set()
+    assert alike[:3] == ["model", "n", "clean"]
     assert sum(len(row["remarks"]) for row in rows) == shown.count('<li class="fails">') > 0
     assert "http" not in shown
 
