@@ -49,6 +49,8 @@ def shown():
         "versions": {"jax": jax.__version__},
         "data": "points",
         "seed": 0,
+        "remarks": ["eps is > the <width> of the box"],
+        "coverage": {"n": 6, "of": 10, "missing_parts": [2, 5]},
     }
     drawn = {name: page.draw(found, x, y, model, name) for name in names}
     earlier = changes.Changes("first", "old & <gone>", (), (), content["models"][0])
@@ -108,6 +110,14 @@ def test_the_page_stands_alone_and_is_well_formed(shown):
             assert attrs.get(name, "#").startswith(("#", "data:"))
     used = set(re.findall(r'url\(#([\w-]+)\)|href="#([\w-]+)"', text))
     assert {name for pair in used for name in pair if name} <= set(read.names)
+
+
+def test_the_page_says_what_is_said_of_all_models(shown):
+    text = shown[1].partition("<nav")[0]
+    assert re.findall(r'<li class="fails">(.*?)</li>', text) == [
+        "about 6 of 10 samples: without the parts 2, 5",
+        "eps is &gt; the &lt;width&gt; of the box",
+    ]
 
 
 def test_the_page_holds_the_report_and_names_everything(shown):

@@ -1,4 +1,5 @@
-"""Tables of the page: with row headers, and scrolling by themselves where they are too wide."""
+"""Tables of the page, with row headers, that scroll by themselves where they are too wide; and
+lists of what its reader must know."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -30,3 +31,9 @@ def table(
         f"<caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
         "</table></div>"
     )
+
+
+def doubts(texts: Iterable[str]) -> str:
+    """A list of what a reader must know before believing the numbers; nothing without any."""
+    said = "".join(f'<li class="fails">{html.escape(text)}</li>' for text in texts)
+    return f"<ul>{said}</ul>" if said else ""

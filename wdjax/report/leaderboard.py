@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wdjax.report import page
-from wdjax.report.html_table import table
+from wdjax.report.html_table import doubts, table
 
 
 def leaderboard(content: Mapping[str, Any]) -> str:
@@ -22,9 +22,9 @@ def leaderboard(content: Mapping[str, Any]) -> str:
     body = [
         "<p>Shares of all samples that are right, unless a column says of which: an attack bounds "
         "the robust accuracy from above, a certificate from below.</p>",
-        *_listed(content["remarks"]),
+        doubts(content["remarks"]),
         *(_group(names, [*found]) for names, found in groups),
-        *_listed(f"{' '.join(row['job'])}: {text}" for row in rows for text in row["remarks"]),
+        doubts(f"{' '.join(row['job'])}: {text}" for row in rows for text in row["remarks"]),
         f"<p>{setting}</p>",
     ]
     return page.bare("How robust are they?", "\n".join(body))
@@ -61,9 +61,3 @@ def _meant(row: Mapping[str, Any], name: str) -> str:
 def _cell(value: float | None) -> str:
     """A number of samples as it is, a share with three decimals."""
     return f"<td>{value}</td>" if isinstance(value, int) else page.cell(value)
-
-
-def _listed(texts: Any) -> list[str]:
-    """A list of what a reader must know; nothing without any."""
-    said = "".join(f'<li class="fails">{html.escape(text)}</li>' for text in texts)
-    return [f"<ul>{said}</ul>"] if said else []

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from wdjax.core import Classifier
 from wdjax.report import changes, plots, worst
 from wdjax.report.changes import Changes
 from wdjax.report.evidence import ORDERS, Sandwich, ball_name
-from wdjax.report.html_table import table
+from wdjax.report.html_table import doubts, table
 from wdjax.report.summary import statement, warnings
 from wdjax.report.worst import WorstSample
 
@@ -176,6 +176,7 @@ def render(
         verdict="Every statement that must hold does hold: the two sides never cross."
         if passed
         else "A statement that must hold is broken: do not trust these numbers.",
+        doubts=doubts(_remarks(content)),
         contents="\n".join(itertools.starmap(_contents, enumerate(sections))),
         sections="\n".join(itertools.starmap(_shown, enumerate(sections))),
         glossary="\n".join(_words(models)),
@@ -184,6 +185,14 @@ def render(
         earlier=_embedded(earlier),
         script=package.joinpath("page.js").read_text(encoding="utf-8"),
     )
+
+
+def _remarks(content: Mapping[str, Any]) -> Iterator[str]:
+    """What is to be said of all models: which samples are missing, and the report's remarks."""
+    if covered := content.get("coverage"):
+        missing = ", ".join(map(str, covered["missing_parts"]))
+        yield f"about {covered['n']} of {covered['of']} samples: without the parts {missing}"
+    yield from content["remarks"]
 
 
 def bare(title: str, body: str) -> str:
@@ -414,11 +423,7 @@ def cell(value: float | None) -> str:
 
 def _warnings(model: Mapping[str, Any]) -> str:
     """The HTML list of remarks on attacks, such as zero gradients; nothing without any."""
-    said = [
-        f'<li class="fails">{html.escape(label)}: {html.escape(remark)}</li>'
-        for label, remark in warnings(model)
-    ]
-    return "\n".join(["<ul>", *said, "</ul>"]) if said else ""
+    return doubts(f"{label}: {remark}" for label, remark in warnings(model))
 
 
 def _checks(model: Mapping[str, Any]) -> str:
