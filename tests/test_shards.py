@@ -298,6 +298,22 @@ def test_an_incomplete_merge_is_about_what_is_there(folder, parts, capsys):
     assert "merge all of its parts" in refused(capsys, "merge", *parts("nppr")[:3], "--partial")
 
 
+@pytest.mark.parametrize(
+    ("command", "more", "name"),
+    [
+        ("crown", ["--method", "lipschitz"], "expected loss"),
+        ("images", ["--attack", "frank-wolfe(steps=2)", "--natural"], "natural"),
+    ],
+)
+def test_an_incomplete_merge_says_what_is_left_out(command, more, name, folder, capsys):
+    given = [*words(command)[:5], "--model", "mlp.safetensors", "--data", "x.npz", *more]
+    assert main([*given, "--json", "left.json", "--shard", "1/2", "--quiet"]) == 0
+    assert main(["merge", part("left", 1, 2), "--partial", "--quiet"]) == 0
+    remark = f"{name} is left out: it needs all samples, and parts are missing"
+    assert remark in json.loads((folder / "left.json").read_text())["remarks"]
+    assert remark in capsys.readouterr().err
+
+
 def test_options_that_make_no_part_are_refused_before_any_work(folder, capsys):
     own = words("crown")
     for text in ("0/5", "6/5", "1", "a/b", "1/5/5", "-1/5", "1/0"):

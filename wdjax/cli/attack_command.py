@@ -115,8 +115,6 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     for label, column in columns.items():
         done = _done(label, column, parsed, work, samples, console)
         if work.shard is not None or done is None:
-            if work.parts is not None:
-                warned += subject.cautions(console, shards.missed(label))
             continue
         results[label], measured[label] = _spent(column, parsed, work, samples, done.value)
         measured[label] |= subject.spent([done])
@@ -125,6 +123,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         _say(console, label, measured[label], float(np.mean(results[label].correct)))
     if work.shard is not None:
         return work.write(console)
+    warned += subject.cautions(console, *work.left_out)
     if not results:
         raise ValueError("no attack has all of its parts; name more of them.")
     content = {

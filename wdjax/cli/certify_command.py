@@ -109,6 +109,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         how["mesh"] = subject.mesh(parsed)
         done, facts = lipschitz_command.verified(parsed, work, model, x, y, **how)
         extra |= facts
+        extra["remarks"] += subject.cautions(console, *work.left_out)
     else:
         done = _margins(parsed, work, model, x, y, how, console)
     if work.shard is not None:

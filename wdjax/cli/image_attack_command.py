@@ -152,6 +152,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         natural = work.whole("natural", lambda task: _natural(model, np.asarray(x), y), console.say)
     if work.shard is not None:
         return work.write(console)
+    warned += subject.cautions(console, *work.left_out)
     others: dict[Path, bytes] = {}
     content = _content(parsed, samples, float(np.mean(found[ks[0]].correct)))
     content |= work.coverage | {"remarks": warned}

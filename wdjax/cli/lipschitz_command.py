@@ -35,7 +35,9 @@ def verified(
         return lipschitz.verify(model, x[rows], y[rows], method=by, **how)
 
     done = work.rows("margins", verify, how["batch_size"])
-    loss = work.whole("loss", lambda task: _loss(parsed, model, np.asarray(x), y, by, how["norm"]))
+    loss = work.whole(
+        "expected loss", lambda task: _loss(parsed, model, np.asarray(x), y, by, how["norm"])
+    )
     if loss is None:
         return done, {}
     spent = {clock: subject.total([done, loss], clock) for clock in loss.spent}

@@ -249,6 +249,8 @@ class ShardedWork:
         self.parts: ShardFiles | None = getattr(parsed, "parts", None)
         self._done: dict[str, tasks.Done[Any]] = {}
         self._dealt = 0
+        self.left_out: list[str] = []
+        """Remarks on tasks that need all samples, of which parts are missing."""
 
     @property
     def part(self) -> bool:
@@ -318,7 +320,12 @@ class ShardedWork:
         """
         if self.parts is not None:
             found = self.parts.take(name, split=False)
-            self._done |= {} if found is None else {name: found}
+            if found is None:
+                self.left_out.append(
+                    f"{name} is left out: it needs all samples, and parts are missing"
+                )
+            else:
+                self._done[name] = found
             return found
         if self.shard is not None:
             turn, self._dealt = self._dealt % self.shard.count + 1, self._dealt + 1
@@ -435,11 +442,6 @@ def check(parsed: argparse.Namespace) -> None:
         )
     persist.check_writable(_place(parsed))
     atomic.check_writable(_place(parsed))
-
-
-def missed(name: str) -> str:
-    """The remark on a task whose part is missing."""
-    return f"{name} is left out: it needs all samples, and parts are missing"
 
 
 def _place(parsed: argparse.Namespace) -> Path:
