@@ -533,6 +533,17 @@ def own_games(tmp_path_factory):
         yield [*words, "--eps", "0.07", "--attacks", "transfer", "--draws", "2"], folder
 
 
+def test_games_are_about_the_inputs_that_were_played(own_games, capsys):
+    words, folder = own_games
+    assert main([*words, "--defense", "dent", "--samples", "3", "--json", "-"]) == 0
+    told, given = json.loads(capsys.readouterr().out), np.load(folder / "x.npz")
+    assert told["games"][0]["n"] == told["n"] == 2
+    assert told["data_sha256"] == summary.sha256(given["x"][:2], given["y"][:2].astype(np.int32))
+    assert told["remarks"] == [
+        "dent seed 0 is played with the first 2 of 3 inputs: rounds of 1 come in pairs"
+    ]
+
+
 @pytest.mark.parametrize("defense", [None, "dent", "rmc", "urejectron"])
 def test_games_are_played_around_a_model(own_games, defense, capsys):
     words, folder = own_games

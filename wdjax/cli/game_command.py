@@ -170,6 +170,9 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         for seed in parsed.seeds
     ]
     wanted = _wanted(parsed, cases, [game.case.rows | _extras(name) for name, _, game in offered])
+    if on_own_data:
+        most = max(_fitting(game.case, parsed.samples)[1] for *_, game in offered)
+        samples = samples._replace(x=samples.x[:most], y=samples.y[:most])
     work, samples = shards.sharded_work(parsed, samples)
     if work.coverage:
         raise ValueError("every game is one part's: merge all of them, not some.")
@@ -190,10 +193,10 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         if on_own_data
         else {**summary.head("game"), "data": "digits"}
     )
-    said: list[str] = []
+    said = subject.cautions(console, *(_unplayed(*one, parsed.samples) for one in offered))
     if alone is not None:
         done.append(alone)
-        said = subject.cautions(console, *own_game.remarks_on(alone.value))
+        said += subject.cautions(console, *own_game.remarks_on(alone.value))
     content = {
         **about,
         "draws": parsed.draws,
@@ -385,6 +388,16 @@ def _fitting(case: DigitsCase, samples: int | None) -> tuple[int, int]:
         return count, count
     size = min(case.size, max(1, count // 2))
     return size, count // (2 * size) * 2 * size if count > 1 else 1
+
+
+def _unplayed(name: str, seed: int, game: own_game.BuiltGame, samples: int | None) -> str | None:
+    """The remark on a game that has fewer inputs than there are; None for others."""
+    size, count = _fitting(game.case, samples)
+    there = game.case.inputs if samples is None else min(samples, game.case.inputs)
+    if count == there:
+        return None
+    pairs = f"rounds of {size} come in pairs"
+    return f"{name} seed {seed} is played with the first {count} of {there} inputs: {pairs}"
 
 
 def _shown(tick: Callable[[Progress], None], row: Row, rounds: int) -> Callable[[State], None]:
