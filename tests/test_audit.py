@@ -165,7 +165,7 @@ def test_own_attacks_and_certificates_appear_everywhere():
     }
     assert [*content["certificates"]] == ["my own", "nothing"]
     assert content["balls"]["omega_1"]["certified_loss"] is None
-    whole = {"models": [content], "versions": {}, "data": "points", "seed": 0}
+    whole = {"models": [content], "versions": {}, "data": "points", "remarks": []}
     shown = page.render(whole, {})
     for words in ("&lt;one&gt; step", "a walk", "far, seldom", "certified by my own"):
         assert words in shown
@@ -223,6 +223,7 @@ def test_a_fault_fails_the_audit(name):
         {
             "models": [reports.describe(found) | {"model": "faulty"}],
             "versions": {},
+            "remarks": [],
             "data": "points",
             "seed": 0,
         },
@@ -245,7 +246,7 @@ def test_vanished_gradients_are_said():
     )
     content = reports.describe(found) | {"model": "steps"}
     assert content["attacks"]["pgd"]["searches"][0]["zero_gradients"] == 1.0
-    shown = page.render({"models": [content], "versions": {}, "data": "points", "seed": 0}, {})
+    shown = page.render({"models": [content], "versions": {}, "data": "points", "remarks": []}, {})
     assert f"pgd, Omega_inf, eps 0.01: 100% zero gradients; {remarks.VANISHED}" in shown
 
 
