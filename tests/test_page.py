@@ -17,7 +17,7 @@ import pytest
 
 import wdjax
 from wdjax import attacks, certify, precision, transport
-from wdjax.report import audit, changes, page, plots, summary, worst
+from wdjax.report import audit, audited, changes, page, plots, rounded, summary, worst
 
 PHONE = 390 - 2 * 16
 """CSS pixels beside the page's padding."""
@@ -118,6 +118,26 @@ def test_the_page_says_what_is_said_of_all_models(shown):
         "about 6 of 10 samples: without the parts 2, 5",
         "eps is &gt; the &lt;width&gt; of the box",
     ]
+
+
+def test_proved_bounds_are_rounded_to_the_side_on_which_they_hold(shown):
+    model = json.loads(json.dumps(shown[2]))
+    for curves in model["balls"].values():
+        curves |= {"certified_accuracy": [2 / 3, 0.99996, 0.5], "attacked_accuracy": [1, 1, 1 / 3]}
+    certificate = {"certified_accuracy": {ball: [2 / 3, 0.99996, 0.5] for ball in model["balls"]}}
+    model["certificates"] = {"one": certificate}
+    whole = {"models": [model]}
+    said = audited.table(whole)
+    assert "<=    1.000    1.000    0.334" in said
+    assert ">=    0.666    0.999    0.500" in said
+    content = whole | {"versions": {}, "data": "points", "remarks": []}
+    proved = f'<td data-value="{2 / 3!r}">0.666</td><td data-value="0.99996">0.999</td>'
+    assert page.render(content, {}).count(proved) == 6
+    assert changes.cells(rounded.AtLeast(2 / 3), 1 / 3)[0] == "0.6666"
+
+
+def test_the_script_rounds_proved_shares_down(script):
+    assert script("[percent(v, true), percent(v)]", v=2 / 3) == ["66.66 %", "66.67 %"]
 
 
 def test_the_page_holds_the_report_and_names_everything(shown):

@@ -66,8 +66,11 @@ function csv(samples) {
   return [found.map(([name]) => quoted(name)).join(","), ...rows, ""].join("\n");
 }
 
-function percent(value) {
-  return value === null ? "unknown" : `${(100 * value).toFixed(2)} %`;
+/* A share; one that is proved is rounded down. */
+function percent(value, proved = false) {
+  if (value === null) return "unknown";
+  const shown = proved ? Math.floor(1e4 * value + 1e-9) / 100 : 100 * value;
+  return `${shown.toFixed(2)} %`;
 }
 
 /* An element with properties, attributes and children. */
@@ -127,7 +130,7 @@ function solver(form, model, earlier) {
       const both = sides(one, ball);
       for (const side of ["attacked", "certified"]) {
         const value = both[side] && both[side](eps);
-        form.querySelector(`td[data-of="${name} ${side}"]`).textContent = percent(value);
+        form.querySelector(`td[data-of="${name} ${side}"]`).textContent = percent(value, side === "certified");
         picture.querySelector(`.${name}.${side}`)
           .setAttribute("points", both[side] ? curve(both[side], most) : "");
       }

@@ -17,6 +17,7 @@ from wdjax.cli import lipschitz_command, options, shards, smoothing_command, sub
 from wdjax.cli.console import Console
 from wdjax.core import Classifier
 from wdjax.engine import tasks
+from wdjax.report.rounded import AtLeast
 
 _EXAMPLES = """examples:
   python -m wdjax certify --arch wong_mnist --weights mnist.pth --data mnist.npz \\
@@ -125,7 +126,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
     left = content["certified_accuracy"]
     console.say(
         f"{content['verified']} of {len(y)} verified within {parsed.eps:g} by {found.method}; "
-        + ", ".join(f"{name} >= {value:.4f}" for name, value in left.items())
+        + ", ".join(f"{name} >= {AtLeast(value):.4f}" for name, value in left.items())
     )
     if found.decided:
         said = (f"{name} {count}" for name, count in _counts(found.decided).items())
@@ -159,7 +160,7 @@ def table(content: dict[str, Any]) -> Iterator[list[Any]]:
     yield ["", "accuracy"]
     yield ["clean", content["clean_accuracy"]]
     for ball, value in content["certified_accuracy"].items():
-        yield [f"certified, {ball.capitalize()}", value]
+        yield [f"certified, {ball.capitalize()}", AtLeast(value)]
 
 
 def _margins(

@@ -13,6 +13,7 @@ from wdjax.cli import options, shards, subject
 from wdjax.cli.console import Console
 from wdjax.core import Classifier, Progress
 from wdjax.engine import tasks
+from wdjax.report.rounded import AtLeast
 from wdjax.smoothing import looks, noise
 
 METHOD = "smoothing"
@@ -140,7 +141,7 @@ def table(content: dict[str, Any]) -> Iterator[list[Any]]:
     yield ["smoothed classifier", "accuracy"]
     yield ["clean", content["clean_accuracy"]]
     for ball, value in content["certified_accuracy"].items():
-        yield [f"certified, {ball.capitalize()}", value]
+        yield [f"certified, {ball.capitalize()}", AtLeast(value)]
 
 
 def _certify(

@@ -9,8 +9,8 @@ library. `summary` turns a sandwich into plain numbers for JSON, `page` that JSO
 `plots` into one HTML file; `worst` shows single samples there, `html_table` has its tables, and
 ``wdjax/page.js`` is what a reader may try in it. `changes` compares two such JSON files. `audited`
 holds the audit of one model, prints its table and saves its page; `leaderboard` is the page of many
-jobs; `figures` makes figures that
-notebooks show.
+jobs; `rounded` writes proved bounds rounded to the side on which they hold; `figures` makes figures
+that notebooks show.
 
 Open `audit` first. To add a default attack: a row in ``standard_attacks`` of `audit`; a default
 certificate: a row in ``standard_certificates`` of `proved`. To add a check: an ``Invariant`` in

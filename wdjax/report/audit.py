@@ -360,10 +360,10 @@ def of(
       eps (linf)    0.0625     0.25
       Omega_inf <=    1.000    0.500
       Omega_inf >=    1.000    0.500
-      Omega_2   <=    0.750    0.111
-      Omega_2   >=    0.750    0.111
-      Omega_1   <=    0.500    0.000
-      Omega_1   >=    0.500    0.000
+      Omega_2   <=    0.751    0.112
+      Omega_2   >=    0.749    0.111
+      Omega_1   <=    0.501    0.001
+      Omega_1   >=    0.499    0.000
     all 11 checks hold: no attack crosses a certificate
     """
     arguments.check(model=model, x=x, y=y)

@@ -1,6 +1,6 @@
 """The audit of one model: its measurements, its content as JSON, its table and its page."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from wdjax.files import atomic
 from wdjax.report import changes, plots, summary
 from wdjax.report import page as pages
 from wdjax.report.evidence import Sandwich
+from wdjax.report.rounded import AtLeast, AtMost
 
 
 class Audit(NamedTuple):
@@ -121,9 +122,12 @@ def table(whole: Mapping[str, Any]) -> str:
         rows.append(f"{model['model']}: clean accuracy {clean}")
         rows.append(f"  eps ({model['norm']})".ljust(14) + _cells(model["eps_list"], ".4g"))
         for ball, curves in model["balls"].items():
-            for key, sign in (("attacked_accuracy", "<="), ("certified_accuracy", ">=")):
+            for key, sign, bound in (
+                ("attacked_accuracy", "<=", AtMost),
+                ("certified_accuracy", ">=", AtLeast),
+            ):
                 values = curves[key]
-                said = "   not certified" if values is None else _cells(values, ".3f")
+                said = "   not certified" if values is None else _cells(map(bound, values), ".3f")
                 rows.append(f"  {ball.capitalize():<9} {sign}{said}")
     checks = [check for model in whole["models"] for check in model["invariants"]]
     broken = [check["name"] for check in checks if not check["holds"]]
@@ -132,7 +136,7 @@ def table(whole: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def _cells(values: list[float], how: str) -> str:
+def _cells(values: Iterable[float], how: str) -> str:
     return "".join(f" {value:>8{how}}" for value in values)
 
 

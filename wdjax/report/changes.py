@@ -11,6 +11,7 @@ import numpy as np
 
 from wdjax.report import summary
 from wdjax.report.html_table import table
+from wdjax.report.rounded import AtLeast
 
 _MOST_BYTES = 1 << 28
 _LISTED = 12
@@ -173,6 +174,8 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any], alike: bool) -> Cha
 def _curve(model: Mapping[str, Any], ball: str, key: str) -> dict[float, float | None]:
     """The accuracy by eps; empty without certificates."""
     values = model["balls"][ball][key]
+    if values is not None and key == "certified_accuracy":
+        values = [None if value is None else AtLeast(value) for value in values]
     return {} if values is None else dict(zip(model["eps_list"], values, strict=True))
 
 

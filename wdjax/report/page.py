@@ -3,7 +3,6 @@
 import html
 import itertools
 import json
-import math
 import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from wdjax.report import changes, plots, worst
 from wdjax.report.changes import Changes
 from wdjax.report.evidence import ORDERS, Sandwich, ball_name
 from wdjax.report.html_table import doubts, table
+from wdjax.report.rounded import AtLeast, AtMost
 from wdjax.report.summary import statement, warnings
 from wdjax.report.worst import WorstSample
 
@@ -343,7 +343,8 @@ def _elsewhere(model: Mapping[str, Any]) -> str:
     steep = (
         ""
         if constant is None
-        else f" A step of length 1 in {model['norm']} changes its loss by at most {constant:.3g}."
+        else f" A step of length 1 in {model['norm']} changes its loss by at most "
+        f"{AtMost(constant):.3g}."
     )
     budgets = ", ".join(f"{eps:g}" for eps in model["eps_list"])
     return f"<p>The tables below have every eps of {budgets}.{steep}</p>"
@@ -359,12 +360,10 @@ def _findings(model: Mapping[str, Any]) -> list[str]:
     most, said = int(np.argmin(np.abs(2 * left - model["clean_accuracy"]))), []
     for key, curves in model["balls"].items():
         ball, proved = key.capitalize(), curves["certified_accuracy"]
-        # Rounded down, since it is proved; 1e-9 for what has three digits.
-        least = 0.0 if proved is None else math.floor(1000 * proved[most] + 1e-9) / 1000
         certified = (
             "and no certificate applies, so that nothing is known from below"
             if proved is None
-            else f"and no attack can leave less than <b>{least:.1%}</b>"
+            else f"and no attack can leave less than <b>{AtLeast(proved[most]):.1%}</b>"
         )
         said.append(
             f"<li>{ball}, eps {model['eps_list'][most]:g} in {model['norm']} ({_BALLS[ball]}): "
@@ -376,11 +375,11 @@ def _findings(model: Mapping[str, Any]) -> list[str]:
 def _best_table(model: Mapping[str, Any]) -> str:
     """The table of both bounds for each ball."""
     none = [None] * len(model["eps_list"])
-    rows = [
-        (f"{ball.capitalize()} {label}", curves[f"{label}_accuracy"] or none)
-        for ball, curves in model["balls"].items()
-        for label in ("attacked", "certified")
-    ]
+    rows: list[tuple[str, Sequence[float | None]]] = []
+    for key, curves in model["balls"].items():
+        ball, proved = key.capitalize(), curves["certified_accuracy"]
+        rows.append((f"{ball} attacked", curves["attacked_accuracy"]))
+        rows.append((f"{ball} certified", none if proved is None else [*map(AtLeast, proved)]))
     return _table(model, "Accuracy by eps: the strongest attack, the best certificate.", rows)
 
 
@@ -394,8 +393,9 @@ def _single_table(model: Mapping[str, Any]) -> str:
             if searches:
                 rows.append((f"{ball} {name}", [one["attacked_accuracy"] for one in searches]))
         for name, proved in model["certificates"].items():
-            curves = proved.get("certified_accuracy", {})
-            rows.append((f"{ball} certified by {name}", curves.get(key) or proved["refused"]))
+            curve = proved.get("certified_accuracy", {}).get(key)
+            told = [*map(AtLeast, curve)] if curve else proved["refused"]
+            rows.append((f"{ball} certified by {name}", told))
     return _table(model, "Accuracy by eps: every attack and certificate by itself.", rows)
 
 

@@ -14,6 +14,7 @@ from wdjax.core import Classifier
 from wdjax.report import plots
 from wdjax.report.evidence import Sandwich
 from wdjax.report.html_table import table
+from wdjax.report.rounded import AtLeast
 
 _MOST, _LEAST = 24, 6
 _PIXELS = 25_000
@@ -125,10 +126,11 @@ def as_html(sample: WorstSample, model: Mapping[str, Any]) -> str:
     known = model["samples"]
     near = "" if said is None else f", where it is taken for {said}"
     summary = f"Sample {index}, label {label}: nearest flip {_far(known, 'flip_distance', index)}"
-    summary += f"{near}; certified radius {_far(known, 'certified_radius', index)}"
+    summary += f"{near}; certified radius {_far(known, 'certified_radius', index, AtLeast)}"
+    columns = ("mistake found", "flip_distances", float), ("proved", "certified_radii", AtLeast)
     rows = [
-        (f"{what} by {name}", f"<td>{_far(known[key], name, index)}</td>")
-        for what, key in (("mistake found", "flip_distances"), ("proved", "certified_radii"))
+        (f"{what} by {name}", f"<td>{_far(known[key], name, index, kind)}</td>")
+        for what, key, kind in columns
         for name in known[key]
     ]
     title = (
@@ -142,9 +144,12 @@ def as_html(sample: WorstSample, model: Mapping[str, Any]) -> str:
     )
 
 
-def _far(lists: Mapping[str, Any], key: str, index: int) -> str:
-    """A distance of the report in words; null is a flip that was not found or a radius of all."""
+def _far(lists: Mapping[str, Any], key: str, index: int, kind: type[float] = float) -> str:
+    """A distance of the report in words; null is a flip that was not found or a radius of all.
+
+    ``kind`` says how it is rounded.
+    """
     if lists[key] is None:
         return "unknown"
     value = lists[key][index]
-    return "none" if value is None else f"{value:.4g}"
+    return "none" if value is None else f"{kind(value):.4g}"
