@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import pytest
 from test_image import apply, exact, labelled, net, pictures
 
 import wdjax
-from wdjax import Model, data, image
-from wdjax.cli import main
+from wdjax import Model, data, image, models
+from wdjax.cli import image_attack_command, main
 from wdjax.engine import driver
+from wdjax.files import persist
 from wdjax.image import union
 from wdjax.models import convert
 
@@ -253,6 +255,20 @@ def test_the_command(tmp_path, capsys):
     assert np.sum(near["radius"] <= 3 / 16) >= kept["k3/success"].sum()
     for bad in ("--k=0", "--window=4", "--k=a"):
         assert main([*words, bad, *out]) == 2
+
+
+def test_seconds_are_of_natural_images_too(tmp_path, monkeypatch, capsys):
+    net = models.mlp((16, 8, 3), key=jax.random.key(0))
+    kind = {"family": "mlp", "options": {"sizes": [16, 8, 3]}, "normalize": ""}
+    persist.save_model(tmp_path / "net.safetensors", net, kind)
+    x = np.asarray(pictures(4, side=4))
+    np.savez(tmp_path / "x.npz", x=x, y=np.asarray(net(x)).argmax(-1))
+    monkeypatch.setattr(image_attack_command, "_natural", lambda *_: time.sleep(0.5) or {})
+    words = ["--model", str(tmp_path / "net.safetensors"), "--data", str(tmp_path / "x.npz")]
+    words += ["--k", "1", "--attack", "frank-wolfe(steps=2)", "--natural", "--json", "-"]
+    assert main(["image-attack", *words]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["seconds"] >= content["budgets"][0]["seconds"] + 0.5
 
 
 def test_flips_of_one_search_count_in_all(tmp_path, monkeypatch, capsys):

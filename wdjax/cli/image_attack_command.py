@@ -165,7 +165,6 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         file, said = _radii(nearest, pixels)
         others |= {} if parsed.radii is None else {parsed.radii: file}
         content["radii"] = said | subject.spent([least])
-        parts.append(least)
         middle = "none" if said["median_k"] is None else f"{said['median_k']:.4g}"
         console.say(f"radii: median k {middle}, {said['not_found']} not found")
     nearest = jax.device_get(nearest)
@@ -180,7 +179,7 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
         found[k] = folded
     if parsed.points is not None:
         others[parsed.points] = _points(x, y, found)
-    content |= subject.spent(parts)
+    content |= work.spent
     subject.write(console, parsed.json, content, others, lambda: table(content))
     return 0
 

@@ -51,7 +51,8 @@ def prepare(defense: Defense, x: AnyArray, y: AnyArray, *, key: Array) -> PyTree
 
     >>> from wdjax import Model
     >>> from wdjax.transductive import Fixed
-    >>> prepare(Fixed(Model(jnp.dot, jnp.eye(2))), np.ones((1, 2)), [0], key=jax.random.key(0))
+    >>> fixed = Fixed(Model(lambda w, x: x @ w, jnp.eye(2)))
+    >>> prepare(fixed, np.ones((1, 2)), [0], key=jax.random.key(0))
     ()
     """
     arguments.check(x=x, y=y, key=key)
