@@ -168,7 +168,7 @@ def rand(
     if "criterion" in options:
         raise ValueError("rand does not take criterion: a sample is broken if most draws say so.")
     # Draws that misclassify a sample say little of the final ones, which may not.
-    all_ = options | {"skip_misclassified": False}
+    unskipped = options | {"skip_misclassified": False}
     seen, ranking, final, search_key = jax.random.split(key, 4)
     path = None if checkpoint is None else Path(checkpoint)
     members = {
@@ -180,7 +180,7 @@ def rand(
         cascade(
             {name: attack}, bank, x, y, eps=eps, key=jax.random.fold_in(search_key, number),
             criterion=majority, checkpoint=None if path is None else path / name,
-            diagnose=False, **all_,
+            diagnose=False, **unskipped,
         )
         for number, (name, attack) in enumerate(members.items())
     ]  # fmt: skip
@@ -191,7 +191,7 @@ def rand(
             criterion=majority, diagnose=False, **how,
         )  # fmt: skip
 
-    ranked = [judged(points, ranking, all_) for points in found]
+    ranked = [judged(points, ranking, unskipped) for points in found]
     last = judged(driver.best_of(*ranked), final, options)
     return _with_costs(last, [*found, *ranked, last])
 

@@ -107,6 +107,7 @@ def smoothed(
         given: dict[str, Any] = {"eps": eps, "diagnose": False} | options
         found = driver.search(attack, stand_in, x, y, **given)
         only = ~np.asarray(found.correct) & ~itself.fallen & _asked(options, len(x))
+        only &= np.isfinite(found.margin)  # One that is not would hide all others.
         if only.any():
             found = _beyond(found, attack, stand_in, x, y, only, given)
         limit = np.inf if eps is None else np.asarray(eps) * (1 + 1e-6)
@@ -154,8 +155,8 @@ def _beyond(
     only: np.ndarray,
     options: dict[str, Any],
 ) -> Found:
-    """``found``, with points of the samples ``only``, ``[n]``, that ``stand_in`` misclassifies
-    there by more than it does any of these samples."""
+    """``found``, with other points for the samples ``only``, ``[n]``, which ``stand_in``
+    misclassifies: points where a rival of the label leads by more than at any of these samples."""
     least = float(np.max(np.asarray(found.margin)[only]))
     past = jax.tree_util.Partial(_past, least)
     own: dict[str, Any] = {"only": only, "criterion": past}
