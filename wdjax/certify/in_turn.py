@@ -38,6 +38,9 @@ _DEAR = 0.1
 """A search takes turns only if its first step should take at most this share of the time."""
 _TURNS, _LEAST = 3, 0.01
 """The search of subdomains ends if, from that turn on, it has closed less of the region."""
+_DEEP = 32
+"""It ends after any turn if it has bounded so many batches without closing one subdomain: it
+splits the youngest first, so that these are as many splits deep."""
 _MOST = 2**26
 """Subdomains are searched only if one batch has at most so many coefficients: one for each open
 function, subdomain and operand."""
@@ -251,7 +254,7 @@ def _in_turn(
                     other.close(int(row))
             if one is searches[-1]:
                 ended = found.ended
-            if found.ended != "time" or (len(left) > 1 and turn >= _TURNS and _closes_nothing(one)):
+            if found.ended != "time" or (len(left) > 1 and _closes_nothing(one, turn)):
                 left.remove(one)
             if not np.any(low[rows] <= 0) or time.monotonic() >= until:
                 break
@@ -263,6 +266,9 @@ def _in_turn(
     return Searched(low, ended, sum(counts.values()), None)
 
 
-def _closes_nothing(one: _Search) -> bool:
-    """Whether it is the search of subdomains and has closed less than ``_LEAST`` of the region."""
-    return isinstance(one, SubdomainSearch) and one.share < _LEAST
+def _closes_nothing(one: _Search, turn: int) -> bool:
+    """Whether it is the search of subdomains, and has closed too little of the region by now."""
+    if not isinstance(one, SubdomainSearch):
+        return False
+    none = one.share == 0 and one.bounded >= _DEEP * width()
+    return none or (turn >= _TURNS and one.share < _LEAST)
