@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import optimize
 
-from wdjax import Model, attacks, certify, losses, run
-from wdjax.bounds import leaves
-from wdjax.certify import in_turn, parts, subdomains
+from wdjax import Lp, Model, attacks, certify, losses, run
+from wdjax.bounds import leaves, region
+from wdjax.certify import branch, in_turn, parts, subdomains
 from wdjax.certify import signs as sign_search
 
 BOX = (0.0, 1.0)
@@ -187,6 +188,56 @@ def test_planted_counterexamples_are_never_verified():
     missed = run(attacks.PGD(steps=40, loss=losses.margin), model, x, y, eps=eps)
     assert not missed.success[0]
     assert held > 9
+
+
+@pytest.mark.parametrize("norm", [1, 2])
+@pytest.mark.parametrize("box", [None, BOX])
+def test_points_that_leaves_propose_minimise_linear_functions(norm, box):
+    """In balls with entries of other scales, against scipy's minimum over ball and box."""
+    rng, n, size = np.random.default_rng(5), 30, 8
+    x, a = rng.uniform(size=(n, size)).round(2), rng.normal(size=(n, size))
+    eps, scale = rng.choice([0.0, 0.01, 0.3, 1.5], n), rng.choice([0.0, 0.2, 1.0], (n, size))
+    a[:, 3], scale[:10] = 0.0, 1.0
+    x, a, eps, scale = (
+        t.astype(np.float32) for t in (x, a * 10.0 ** rng.integers(-3, 4), eps, scale)
+    )
+    place = region.ball(jnp.asarray(x), jnp.asarray(eps), norm, box, jnp.asarray(scale))
+    moved = (np.asarray(place.lowest(jnp.asarray(a)), float) - x).astype(float)
+    assert np.all(moved[scale == 0] == 0)
+    low, high = BOX if box else (-np.inf, np.inf)
+    assert np.all((x + moved >= low) & (x + moved <= high))
+    for move, slope, center, width, radius in zip(moved, a * scale, x, scale, eps):
+        unit = np.where(width > 0, width, 1)
+        assert np.linalg.norm(move / unit, norm) <= radius
+        room = np.where(slope > 0, center - low, high - center) / unit
+        room = np.minimum(np.where(slope == 0, 0, room), radius).astype(float)
+        exact = _most(np.abs(slope), room, float(radius), norm)
+        np.testing.assert_allclose(-move / unit @ slope, exact, rtol=2e-4, atol=1e-12)
+
+
+def _most(slope, room, radius, norm):
+    """The largest ``slope d`` with ``0 <= d <= room`` in a ball of the norm."""
+    if norm == 1:
+        ends = list(zip(np.zeros(len(room)), room))
+        return -optimize.linprog(-slope, np.ones((1, len(room))), [radius], bounds=ends).fun
+    if np.linalg.norm(room) <= radius:
+        return slope @ room
+
+    def longer(t):
+        return np.linalg.norm(np.minimum(slope * 10.0**t, room)) - radius
+
+    return slope @ np.minimum(slope * 10 ** optimize.brentq(longer, -12, 12), room)
+
+
+def test_a_search_in_l2_finds_flips_without_its_first_attack(monkeypatch):
+    monkeypatch.setattr(branch._Ball, "attacked", lambda ball, model, y: np.asarray(ball.x))
+    rng = np.random.default_rng(9)
+    model, x = net(rng), jnp.asarray(rng.uniform(0.2, 0.8, (8, 2)), jnp.float32)
+    y = model(x).argmax(axis=-1)
+    attacked = run(attacks.PGD(Lp(2, BOX), steps=40, loss=losses.margin), model, x, y, eps=0.2)
+    found = certify.verify(model, x, y, norm=2, eps=0.2, method="bab", seconds=10, steps=0)
+    assert 2 <= np.sum(attacked.success) < 8
+    assert np.all((np.asarray(found.ended) == "flipped") >= np.asarray(attacked.success))
 
 
 def test_it_stops_when_time_is_over_and_refuses_what_has_none():

@@ -336,7 +336,7 @@ def retract(
 
 
 def project_in_box(
-    z: jax.Array, center: jax.Array, radius: ArrayLike, norm: float, box: tuple[float, float]
+    z: jax.Array, center: jax.Array, radius: ArrayLike, norm: float, box: tuple[Any, Any]
 ) -> jax.Array:
     r"""The Euclidean projection of ``z`` on the intersection of a ball and a box, exactly.
 
@@ -348,7 +348,7 @@ def project_in_box(
       center: ``[n, *shape]`` floats inside the box.
       radius: a number or ``[n]``, at least 0.
       norm: 1, 2 or inf.
-      box: ``(low, high)`` numbers.
+      box: ``(low, high)`` numbers, or arrays like ``z`` if that is ``[n, d]``.
 
     Returns:
       ``[n, *shape]`` points.

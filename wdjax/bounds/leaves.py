@@ -10,7 +10,6 @@ Source: Wang et al. [wang2021]; the neurons to split, De Palma et al. [depalma20
 """
 
 import functools
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -157,8 +156,7 @@ class LeafBounds(NamedTuple):
     children: Array
     """``[L, C, 2]`` bounds of both halves of each split, negative side first."""
     points: Array
-    """``[L, *shape]`` inputs where the leaf's linear bound is least, for norm inf; else the centre.
-    """
+    """``[L, *shape]``: inputs where the leaf's linear bound is about least."""
 
 
 @functools.partial(distinct.jit, static_argnums=(2, 3))
@@ -273,9 +271,7 @@ def bounds(
         choices = jnp.where(worth > 0, choices, flat.shape[1])
         choices = jnp.take_along_axis(choices, order, axis=-1)
         children = jnp.take_along_axis(children, order[..., None], axis=1)
-        points = jnp.where(toward > 0, ball.lower, ball.upper)
-        points = jnp.where((toward == 0) | (norm != math.inf), ball.center, points)
-    return LeafBounds(best.low, flat, choices, children, points)
+    return LeafBounds(best.low, flat, choices, children, ball.lowest(toward))
 
 
 class _Split:

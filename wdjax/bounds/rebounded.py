@@ -10,7 +10,6 @@ here the bounds are those of Zhang et al. [zhang2018].
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -58,8 +57,8 @@ class SubdomainBounds(NamedTuple):
     point: Array
     """``[C]``: where to split it: at 0 if it is a ReLU's and may have both signs, else halfway."""
     points: Array
-    """``[C, *shape]``: for norm inf the inputs that minimise the linear bound of the function with
-    the least bound; else the centre."""
+    """``[C, *shape]``: the inputs where the linear bound of the function with the least bound is
+    about least."""
     slopes: Array | None = None
     """``[C, R, N]``, if asked for: the slopes of the lines that were taken, of ReLUs of the lower
     one."""
@@ -112,8 +111,7 @@ def bounds(
         entry, point = _split(state, root, arrived, jnp.minimum(low, 0.0) if told else low)
         worst = jnp.argmin(low, axis=1)[:, None, None]
         toward = jnp.take_along_axis(found.a, worst, axis=1).reshape(ball.center.shape)
-        points = jnp.where(toward > 0, ball.lower, ball.upper)
-        points = jnp.where((toward == 0) | (norm != math.inf), ball.center, points)
+        points = ball.lowest(toward)
     return SubdomainBounds(low, lower, upper, entry, point, points, *numbers)
 
 

@@ -26,6 +26,9 @@ Norm = Any
 _EXCESS = 2e-5
 """Fraction by which certified balls are enlarged, so that a point whose distance rounds to at most
 ``eps`` lies in the certified ball."""
+_FAR = 1024.0
+"""How far along a linear function's descent a point lies, in radii of the ball, whose projection on
+the ball and the box is about the function's minimiser there."""
 _TURNS = 4
 """Fixed-point steps of the multiplier; any number of them is sound."""
 
@@ -105,6 +108,25 @@ class Region(NamedTuple):
         if len(ends) > 2:  # Products with the scale are rounded, and may underflow.
             fall = (1 + unit) * fall + tiny(a.dtype) * a.shape[-1] * eps
         return summed(a * center - unit * size * jnp.abs(center)) - (1 + unit) * fall
+
+    def lowest(self, a: Array) -> Array:
+        """``[B, *shape]``: points of the regions where linear functions are least, or nearly so.
+
+        ``a``, ``[B, *shape]``, are the coefficients; an entry whose coefficient is 0 stays at the
+        center, as all do where mass moves.
+        """
+        if moved_mass.moves_mass(self.norm):
+            return self.center
+        if self.norm == math.inf:
+            return jnp.where(a == 0, self.center, jnp.where(a > 0, self.lower, self.upper))
+        scale = jnp.ones_like(self.center) if self.scale is None else self.scale
+        wide = jnp.where(scale > 0, scale, 1.0)
+        box = (self.lower - self.center) / wide, (self.upper - self.center) / wide
+        far = -norms.spread(_FAR * self.eps, a) * norms.unit(a * scale, math.inf)
+        low, high, far = (t.reshape(len(t), -1) for t in (*box, far))
+        radius = (1 - 2 * _EXCESS) * self.eps
+        moved = norms.project_in_box(far, jnp.zeros_like(far), radius, self.norm, (low, high))
+        return self.center + scale * moved.reshape(self.center.shape)
 
     def _of_images(self, held: moved_mass.Supply, coefficients: Coefficients, rows: Rows) -> Array:
         """:meth:`least` where mass moves between pixels, into and out of every patch."""
