@@ -219,8 +219,10 @@ def test_saturated_probabilities_are_told():
     """Gradients of some are tiny, not zero, so that nothing else would show it."""
     for scale in (300, 1000):
         hard = _model(lambda x, w, scale=scale: jax.nn.softmax(scale * (x @ w)))
-        with pytest.warns(RobustnessWarning, match="probabilities, most of which are 1"):
-            wdjax.run(attacks.PGD(steps=4), hard, X, Y, eps=0.02)
+        each = _model(lambda x, w, scale=scale: jax.nn.sigmoid(scale * (1 + x @ w)))
+        for model in (hard, each):
+            with pytest.warns(RobustnessWarning, match="probabilities, most of which are 1"):
+                wdjax.run(attacks.PGD(steps=4), model, X, Y, eps=0.02)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wdjax.search(

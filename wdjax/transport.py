@@ -253,8 +253,9 @@ def _refuse_overspending(cost: AnyArray, weight: AnyArray, eps: Any, order: floa
     spent = _power_mean(np, _float64(cost), _float64(weight), order)
     if not spent <= float(eps) * (1 + 1e-5):
         raise ValueError(
-            f"these points cost {spent:g} when they all move, more than the budget {eps:g}; leave "
-            "kappa out to move the cheapest flips only, or search within a radius."
+            f"these points cost {spent:g} when they all move, more than the budget {eps:g}: search "
+            "within a radius, give an attack that spends an average the same order, such as "
+            "WPGD(order=2), or leave kappa out of spend to move the cheapest flips only."
         )
 
 

@@ -212,11 +212,11 @@ def warn_of_logits(out: PyTree, clean: np.ndarray) -> None:
         return
     said, logits = list[str](), np.asarray(leaves[0], np.float64)
     n, classes = logits.shape
-    probable = np.all(logits >= 0) and np.allclose(np.sum(logits, axis=1), 1, atol=1e-3)
+    probable = np.all((logits >= 0) & (logits <= 1 + 1e-3))
     if probable and np.median(np.max(logits, axis=1)) > 1 - _SATURATED:
         said.append(
             "the model returns probabilities, most of which are 1 in floats, where gradients "
-            "say nothing: let it return the logits before its softmax"
+            "say nothing: let it return the logits before its softmax or sigmoid"
         )
     if right.any():
         size = np.max(np.abs(logits[right]), axis=1)
