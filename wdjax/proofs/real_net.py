@@ -17,6 +17,8 @@ from wdjax.files import onnx_file
 UNIT = 2.0**-53
 """Half an ulp of 1 in float64."""
 CURVES = "Relu", "Sigmoid", "Tanh"
+_OLDEST = 7
+"""The version of ONNX since which sums and products of two shapes are NumPy's."""
 
 
 def gamma(terms: int) -> float:
@@ -111,6 +113,8 @@ class RealNet:
         _need(len(graph.inputs) == len(graph.outputs) == 1, "several inputs or outputs")
         (given,), dims = graph.inputs, graph.inputs[0].shape[1:]
         _need(all(isinstance(d, int) and d > 0 for d in dims), "inputs of no fixed size")
+        _need(given.shape and given.shape[0] in (1, str(given.shape[0])), "inputs of several rows")
+        _need(graph.opset >= _OLDEST, f"operators before version {_OLDEST} of ONNX")
         self.operations: list[Operation] = []
         self.source = given.name
         self.shapes: dict[str, tuple[int, ...]] = {given.name: (1, *map(int, dims))}
@@ -161,10 +165,18 @@ Shapes = list[tuple[int, ...]]
 
 def _same(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> Operation:
     (shape,) = shapes
+    blank = np.broadcast_to(np.zeros((), bool), shape)
+    axes = fixed[0].reshape(-1).tolist() if fixed else how.get("axes")
     if kind == "Reshape":
-        target = [int(d) or shape[i] for i, d in enumerate(fixed[0])]
-        return Operation("same", np.empty(shape, bool).reshape(target).shape)
-    return Operation("same", shape if kind == "Identity" else (1, int(np.prod(shape))))
+        _need(fixed and not how.get("allowzero", 0), "shapes that are no constants, or have a 0")
+        blank = blank.reshape([int(d) or shape[i] for i, d in enumerate(fixed[0])])
+    elif kind == "Flatten":
+        blank = blank.reshape(int(np.prod(shape[: how.get("axis", 1)])), -1)
+    elif kind == "Squeeze":
+        blank = np.squeeze(blank, None if axes is None else tuple(axes))
+    elif kind == "Unsqueeze":
+        blank = np.expand_dims(blank, tuple(axes))
+    return Operation("same", blank.shape)
 
 
 def _curve(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> Operation:
@@ -177,7 +189,8 @@ def _entrywise(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> 
         _need(kind in ("Add", "Sub") and shapes[0] == shapes[1], "products, or sums of two shapes")
         return Operation("sum", shape, sign=1.0 if kind == "Add" else -1.0)
     c = np.asarray(fixed[0], np.float64)
-    c = np.broadcast_to(c, np.broadcast_shapes(c.shape, shape)).reshape(-1)
+    shape = np.broadcast_shapes(c.shape, shape)
+    c = np.broadcast_to(c, shape).reshape(-1)
     _need(c.size == size, "constants that enlarge a value")
     _need(kind != "Div" or (np.all(c) and not first), "divisions by 0 or by a value")
     one = np.full(size, -1.0 if kind == "Sub" and first else 1.0)
@@ -189,6 +202,7 @@ def _entrywise(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> 
 def _normalised(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> Operation:
     _need(len(fixed) == 4 and not how.get("training_mode", 0), "statistics of a batch")
     scale, bias, mean, var = (np.asarray(f, np.float64) for f in fixed)
+    _need(shapes[0][:2] == (1, len(scale)), "channels that are not the second axis")
     scale = scale / np.sqrt(var + how.get("epsilon", 1e-5))
     loose = 24 * UNIT * (np.abs(bias) + np.abs(mean * scale))
     each = int(np.prod(shapes[0][2:]))
@@ -203,9 +217,13 @@ def _product(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> Op
     _need(kind == "MatMul" or not first, "Gemm whose first operand is constant")
     w = np.asarray(fixed[0], np.float64)
     w = w if first or how.get("transB", 0) else w.T
-    _need(w.shape[1] == np.prod(shapes[0]), "products of several rows")
+    (shape,) = shapes
+    column = (1,) if first and len(shape) > 1 else ()
+    ahead = shape[: len(shape) - 1 - len(column)]
+    _need(shape == (*ahead, w.shape[1], *column), "products along other axes")
+    _need(np.prod(ahead) == 1 and (kind == "MatMul" or len(shape) == 2), "products of several rows")
     bias = np.broadcast_to(fixed[1] if fixed[1:] else 0.0, (1, len(w)))[0]
-    return Operation("affine", (len(w), 1) if first else (1, len(w)), Dense(w), bias)
+    return Operation("affine", (*ahead, len(w), *column), Dense(w), bias)
 
 
 def _convolved(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> Operation:
