@@ -68,12 +68,14 @@ def domain(norm: Norm, box: EntryRange, x: AnyArray) -> Domain:
 def radii(eps: ArrayLike, x: AnyArray) -> tuple[Array, Array | None]:
     """Radii ``[n]``, and the entries' scales ``[n, *shape]`` if ``eps`` is one of every entry.
 
+    A number that the samples' dtype lacks is rounded up: what holds within it holds within ``eps``.
     Raises for NaN, negative and infinite ones.
     """
     shape = np.shape(x)
     if not validate.traced(eps):
         # NumPy, since inside jit even JAX operations on constants have no values.
-        eps = np.asarray(eps, x.dtype)
+        given, eps = np.asarray(eps, float), np.asarray(eps, x.dtype)
+        eps = np.where(eps < given, np.nextafter(eps, np.asarray(np.inf, x.dtype)), eps)
         if not np.all((eps >= 0) & (eps < np.inf)):
             raise ValueError(f"eps must be finite and at least 0, got {eps!r:.80}.")
     else:
