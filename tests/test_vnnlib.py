@@ -15,7 +15,8 @@ import zlib
 import numpy as np
 import pytest
 
-from wdjax.cli import main
+from wdjax.cli import main, workers
+from wdjax.engine import tasks
 from wdjax.files import vnnlib_file
 
 RNG = np.random.default_rng(3)
@@ -374,6 +375,41 @@ def test_a_list_is_resumed_and_tells_of_bad_files(folder, capsys, tmp_path):
     assert first == second, "kept with their seconds"
     assert "nan" in first[2]["error"]
     assert "3 inputs" in first[4]["error"]
+
+
+def test_a_list_is_resumed_with_fewer_jobs_after_a_process_died(
+    folder, capsys, tmp_path, monkeypatch
+):
+    """As its message asks for. It names the instance by its place in the list, not in the rest."""
+    listed = tmp_path / "list.csv"
+    listed.write_text(
+        "".join(f"{folder}/net.onnx,{folder}/{n}.vnnlib,20\n" for n in ("bad", "sat"))
+    )
+    words = ["verify", "--instances", str(listed), "--checkpoint", str(tmp_path / "kept")]
+
+    def dies(self, link, item):
+        if item is not None:
+            self.busy[link] = item[0]
+            self.processes[self.links.index(link)].kill()
+
+    keep = tasks.Tasks.do
+
+    def interrupted(self, name, work, *types):
+        if name.startswith("2 "):
+            raise KeyboardInterrupt
+        return keep(self, name, work, *types)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks.Tasks, "do", interrupted)
+        assert main([*words, "--jobs", "1"]) == 130
+    with monkeypatch.context() as patch:
+        patch.setattr(workers._Crew, "give", dies)
+        assert main([*words, "--jobs", "2"]) == 2
+    assert re.search(
+        r"worked on instance 2 .*sat.vnnlib died: .* fewer --jobs", capsys.readouterr().err
+    )
+    assert main([*words, "--jobs", "1"]) == 0
+    assert "sat: 1 of 2" in capsys.readouterr().out
 
 
 def test_a_checkpoint_is_of_one_list_in_its_order(folder, capsys, tmp_path):

@@ -33,6 +33,7 @@ _ELSEWHERE |= {
     "parts",
     "shard",
     "devices",
+    "jobs",
 }
 """Options that do not change a result, or whose content is compared instead of their names."""
 _BY_MEANING = {"model", "arch"}

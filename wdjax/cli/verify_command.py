@@ -271,7 +271,8 @@ def _all(
             keep(item, None)
         left = [item for item in range(len(todo)) if item not in found]
         decide = functools.partial(_cached, parsed.cache)
-        for item, verdict in workers.mapped(decide, [todo[item] for item in left], parsed.jobs):
+        rows, said = [todo[item] for item in left], [f"instance {names[item]}" for item in left]
+        for item, verdict in workers.mapped(decide, rows, parsed.jobs, said):
             keep(left[item], lambda task, verdict=verdict: verdict)
     return [found[item] for item in range(len(todo))]
 

@@ -11,13 +11,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def mapped(work: Callable[[T], Any], items: Sequence[T], jobs: int) -> Iterator[tuple[int, Any]]:
+def mapped(
+    work: Callable[[T], Any], items: Sequence[T], jobs: int, names: Sequence[str]
+) -> Iterator[tuple[int, Any]]:
     """Yields ``(number, work(item))`` of all items as they are done, by ``jobs`` processes.
 
     Args:
       work: a module-level function; its item and result are pickled.
       items: what is worked on, begun in order.
       jobs: number of processes, at least 1.
+      names: of the items, for messages.
 
     Raises:
       ValueError: a process died, as of too little memory.
@@ -34,8 +37,8 @@ def mapped(work: Callable[[T], Any], items: Sequence[T], jobs: int) -> Iterator[
                     result = ready.recv()
                 except (EOFError, OSError) as error:
                     raise ValueError(
-                        f"the process that worked on item {number + 1} of {len(items)} died: too "
-                        "little memory? Ask for fewer --jobs."
+                        f"the process that worked on {names[number]} died: too little memory? Ask "
+                        "for fewer --jobs."
                     ) from error
                 crew.give(ready, next(left, None))
                 yield number, result
