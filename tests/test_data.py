@@ -418,3 +418,9 @@ def test_reading_rows_takes_no_memory_for_the_others(tmp_path):
     )
     assert found["kind"] == "loaded"
     assert found["mb"] < 20
+
+
+def test_values_just_outside_are_shown_to_be_so():
+    x = np.array([[0.0, np.nextafter(np.float32(1), np.float32(2))]], np.float32)
+    with pytest.raises(ValueError, match=r"spans \[0, 1.00000011\d*\], outside"):
+        data.as_dataset(x, np.array([0]))

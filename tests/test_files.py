@@ -318,6 +318,13 @@ def test_one_of_many_threads_holds(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="it is of Linux")
+def test_a_device_that_cannot_be_written_is_named_not_the_file_beside_it(tmp_path):
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        atomic.write_all({Path("/dev/full"): "new", tmp_path / "result.json": "new"})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_disk_without_locks_is_said_to_be_one(tmp_path, monkeypatch):
     def none(number, how):
         raise OSError(errno.ENOLCK, "No locks available")

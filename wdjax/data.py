@@ -189,7 +189,7 @@ def _images(x: npt.ArrayLike, name: str, first: int = 0) -> np.ndarray:
         raise ValueError(f"{name}: x[{bad}] holds a value that is not finite; remove or repair it.")
     if low < 0 or high > 1:
         raise ValueError(
-            f"{name}: x spans [{low:g}, {high:g}], outside [0, 1]; rescale it, and put a "
+            f"{name}: x spans [{low:.10g}, {high:.10g}], outside [0, 1]; rescale it, and put a "
             "normalisation inside the model."
         )
     return x.astype(np.float32)

@@ -72,7 +72,8 @@ def write_all(files: Mapping[Path, bytes | str]) -> None:
         for path, content in reversed([*files.items()]):
             data = content.encode() if isinstance(content, str) else content
             new = path if _special(path) else stack.enter_context(replacing(path))
-            new.write_bytes(data)
+            with _naming(path):  # Else the error would name the file that was entered first.
+                new.write_bytes(data)
 
 
 @contextlib.contextmanager
