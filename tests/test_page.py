@@ -401,8 +401,16 @@ def test_an_audit_without_attacks_or_flips_is_drawn():
     assert len(drawn) == 9
 
 
-def test_an_earlier_report_that_no_page_can_hold_is_refused(tmp_path):
-    path = tmp_path / "report.json"
-    path.write_text('{"models": [{"samples": {"flip_distance": [NaN]}}]}')
-    with pytest.raises(ValueError, match="it holds NaN, which JSON lacks"):
-        changes.read(path)
+def test_an_earlier_report_that_no_page_can_hold_is_refused(shown, tmp_path):
+    path, model = tmp_path / "report.json", json.loads(json.dumps(shown[2]))
+    whole = {"schema": summary.SCHEMA, "command": "audit", "models": [model]}
+    path.write_text(json.dumps(whole))
+    assert changes.read(path) == whole
+    for text, why in (
+        ('{"models": [{"samples": {"flip_distance": [NaN]}}]}', "it holds NaN, which JSON lacks"),
+        (json.dumps(whole | {"models": []}), "it is of no model"),
+        (json.dumps(whole | {"models": [model | {"clean_loss": "one"}]}), "report.json cannot be"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=why):
+            changes.read(path)

@@ -487,8 +487,12 @@ def test_the_command_refuses_what_it_cannot_do(folder, capsys, tmp_path):
     (tmp_path / "limit.csv").write_text("onnx, vnnlib, limit\nnet.onnx,sat.vnnlib,1\n")
     (tmp_path / "twice.csv").write_text("onnx,vnnlib,onnx\nnet.onnx,sat.vnnlib,no.onnx\n")
     (tmp_path / "both.csv").write_text("onnx,vnnlib,timeout,seconds\nnet.onnx,sat.vnnlib,1,2\n")
+    (tmp_path / "more.csv").write_text("net.onnx,sat.vnnlib,1,2\n")
+    (tmp_path / "net.onnx.gz").write_bytes(gzip.compress((folder / "net.onnx").read_bytes()))
     listed = "--instances"
     for words, message in (
+        ([listed, str(tmp_path / "more.csv")], "more.csv has more cells than onnx"),
+        ([str(tmp_path / "net.onnx.gz"), spec], "net.onnx.gz is compressed; unpack it"),
         ([net], "name a net and a property"),
         ([net, spec, listed, "x.csv"], "name a net and a property"),
         ([net, spec, "--jobs", "2"], "would be ignored"),

@@ -215,6 +215,11 @@ def _listed(parsed: argparse.Namespace) -> Iterator[Instance]:
     if not rows:
         raise ValueError(f"{path} has no instances.")
     for number, row in enumerate(rows, 1):
+        if any(row[len(names) :]):
+            raise ValueError(
+                f"instance {number} of {path} has more cells than {', '.join(names)}, got "
+                f"{options.shown(','.join(row))}: name all columns in a first row."
+            )
         cells = dict(zip(names, (cell.strip() for cell in row)))
         if not cells.get("onnx") or not cells.get("vnnlib"):
             raise ValueError(

@@ -22,6 +22,8 @@ MAX_NESTING = 24
 MAX_NODES = 6000
 """A few thousand are the most of usual classifiers; each takes the compiler milliseconds."""
 _DEFAULT = ("", "ai.onnx")
+_GZIP = b"\x1f\x8b"
+"""How a compressed file begins, and no message of ONNX."""
 
 
 class OnnxNode(NamedTuple):
@@ -83,6 +85,8 @@ def read(path: str | PathLike[str]) -> OnnxGraph:
     if path.exists() and not path.is_file():  # Opening a pipe would block.
         raise ValueError(f"{path} is a folder, a pipe or a device; pass a file.")
     content = path.read_bytes()
+    if content[:2] == _GZIP:
+        raise ValueError(f"{path} is compressed; unpack it with gunzip.")
     try:
         _count(memoryview(content))
         return _graph(_parsed(content), path.parent)

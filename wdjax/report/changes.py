@@ -97,8 +97,10 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
         kind = content["schema"], content["command"]
         if kind != (summary.SCHEMA, "audit"):
             raise ValueError(f"its schema is {kind[0]!r} of {kind[1]!r}")
+        if not content["models"]:
+            raise ValueError("it is of no model")
         for model in content["models"]:
-            _changed(model, model, True)
+            str(_changed(model, model, True))  # What is no number fails to be shown as one.
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
