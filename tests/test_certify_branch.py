@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -285,6 +286,7 @@ def searched(kind, model, x, y, eps, seconds=20.0):
     else:
         todo = subdomains.SubdomainSearch(search, np.array([row]), low)
     found = todo.run(time.monotonic() + seconds)
+    assert (todo.share == 1) == (found.ended == "closed")
     return found.low[row], found.ended
 
 
@@ -326,6 +328,8 @@ def test_parts_are_closed_where_grids_say_so_and_nowhere_else(halved, kind, shar
 class Closing:
     """A search that closes the functions ``rows`` in its second turn, and counts its leaves."""
 
+    share = 0.0
+
     def __init__(self, low, rows, ended):
         self.low, self.rows, self.ended, self.turns, self.told = low, rows, ended, 0, []
 
@@ -357,6 +361,42 @@ def test_searches_in_turn_share_what_they_close():
     assert whole.turns > 3
 
 
+@pytest.mark.parametrize(
+    ("until", "crowded", "taken"),
+    [(1000.0, False, 115.0), (90.0, False, 90.0), (1000.0, True, 101.0)],
+)
+def test_a_search_that_is_expected_to_end_gets_its_time(until, crowded, taken, monkeypatch):
+    """A search that needs 100 seconds, beside one that never ends, by a clock that they move.
+
+    It takes 1 + 1, 2, 4 and 8 seconds in four turns, and then all of the 84 that are left; and all
+    of them at once where the other has too many open leaves and gained nothing in its first turn.
+    """
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(in_turn, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    class Steady(Closing):
+        def run(self, until):
+            took = min(until - clock.now, 100 * (1 - self.share))
+            clock.now, self.share = clock.now + took, self.share + took / 100
+            done = self.share > 1 - 1e-9
+            return sign_search.Searched(self.low + 2 * done, "closed" if done else "time", 1, None)
+
+    class Endless(Closing):
+        frontier = SimpleNamespace(crowded=crowded)
+
+        def run(self, until):
+            clock.now = until
+            return sign_search.Searched(self.low, "time", 1, None)
+
+    monkeypatch.setattr(in_turn, "_Whole", Endless)
+    low = np.array([-1.0])
+    searches = [Steady(low, [0], ""), Endless(low, [0], "")]
+    known = sign_search.Searched(low, "time", 0, None)
+    found = in_turn._in_turn(searches, np.arange(1), known, until, 1.0)
+    assert clock.now == pytest.approx(taken)
+    assert found.ended == ("closed" if taken < until else "time")
+
+
 def test_the_youngest_leaves_are_taken_while_the_open_ones_fill_half_of_the_memory():
     """Before that those with the least bounds; no leaf is lost."""
     begun = leaves.Leaves(np.zeros(1, int), *np.zeros((4, 1, 3)))
@@ -366,10 +406,12 @@ def test_the_youngest_leaves_are_taken_while_the_open_ones_fill_half_of_the_memo
     for low in range(-8, 0):
         frontier.add(first._replace(low=float(low)))
     frontier.take(2)
+    assert not frontier.crowded
     assert [leaf.low for leaf in frontier.taken] == [-9.0, -8.0]
     for leaf in [*frontier.taken, first._replace(low=-5.5)]:
         frontier.add(leaf)
     frontier.take(3)
+    assert frontier.crowded
     assert [leaf.low for leaf in frontier.taken] == [-9.0, -8.0, -5.5]
     assert sorted(leaf.low for leaf in frontier.open) == [-7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0]
     assert frontier.open[0].low == -7.0
@@ -412,6 +454,8 @@ def test_subdomains_that_close_nothing_end_where_another_search_goes_on(monkeypa
 
 class Still:
     """A search that goes on and closes nothing."""
+
+    share = 0.0
 
     def __init__(self, low):
         self.low = low

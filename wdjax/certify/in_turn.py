@@ -7,6 +7,7 @@ than ReLU, too. Parts, bounded only where the function is at most 0, close wide 
 Source: Wang et al. [wang2021], Henriksen and Lomuscio [henriksen2020], Kotha et al. [kotha2023].
 """
 
+import math
 import time
 from typing import Any, Protocol
 
@@ -38,6 +39,14 @@ _DEAR = 0.1
 """A search takes turns only if its first step should take at most this share of the time."""
 _TURNS, _LEAST = 3, 0.01
 """The search of subdomains ends if, from that turn on, it has closed less of the region."""
+_SURE = 0.1
+"""A search that has closed at least this share of the region is expected to close the rest at the
+same pace. It gets that time at once if it is left: in turns, the others would take as much again.
+"""
+_HALF = 0.5
+"""The search of the whole region waits while another one closes the region, if a turn has left more
+than this share of the distance of its bounds from 0, and its open leaves half of the memory.
+"""
 _DEEP = 32
 """It ends after any turn if it has bounded so many batches without closing one subdomain: it
 splits the youngest first, so that these are as many splits deep."""
@@ -55,6 +64,10 @@ _ROOT = 16
 class _Search(Protocol):
     """One of the searches; it goes on where it was."""
 
+    @property
+    def share(self) -> float:
+        """What it has closed of the region, if every split is a halving; 0 if it does not know."""
+
     def run(self, until: float) -> Searched: ...
 
     def close(self, row: int) -> None:
@@ -63,6 +76,8 @@ class _Search(Protocol):
 
 class _Whole:
     """The search of leaves of the whole region."""
+
+    share = 0.0
 
     def __init__(self, given: SignSearch, frontier: Frontier) -> None:
         self.given, self.frontier = given, frontier
@@ -81,6 +96,13 @@ class _Parts:
         self.low, self.bounded = low, 0
         nearest = sorted(rows, key=lambda row: -low[row])
         self.todo = [PartSearch(given, int(row), low) for row in nearest]
+        self.count = len(self.todo)
+
+    @property
+    def share(self) -> float:
+        """That of all functions; the search of one goes through the same region."""
+        done = self.count - len(self.todo)
+        return (done + (self.todo[0].share if self.todo else 0.0)) / self.count
 
     def run(self, until: float) -> Searched:
         ended = "closed"
@@ -231,20 +253,32 @@ def _operands(root: leaves.RootBounds) -> int:
 def _in_turn(
     searches: list[_Search], rows: Numbers, known: Searched, until: float, seconds: float
 ) -> Searched:
-    """Gives each search so many ``seconds``, then twice as many, and so on.
+    """Gives each search so many ``seconds``, then twice as many, and so on; more to one that is
+    expected to end in the time that is left.
 
     The last search is that of the whole region; ``known`` is what it has found.
     """
     low, counts, ended = known.low, dict.fromkeys(searches, 0), known.ended
     counts[searches[-1]] = known.leaves
+    spent, gaps = dict.fromkeys(searches, 0.0), dict.fromkeys(searches, math.inf)
+    slow, gaps[searches[-1]] = set[_Search](), _gap(low, rows)
     left, turn = list(searches), 0
     while left and np.any(low[rows] <= 0) and time.monotonic() < until:
         turn += 1
         for one in list(left):
-            found = one.run(min(time.monotonic() + seconds, until))
+            if one in slow and _waits(one, left):
+                continue
+            began = time.monotonic()
+            rest = spent[one] * (1 / one.share - 1) if one.share >= _SURE else 0.0
+            turn_ends = began + (max(seconds, rest) if rest <= until - began else seconds)
+            found = one.run(min(turn_ends, until))
             if turn == 1 and one is not searches[-1] and found.ended == "time":  # So did this.
                 found = one.run(min(time.monotonic() + seconds, until))
+            spent[one] += time.monotonic() - began
             counts[one] = found.leaves
+            gap = _gap(found.low, rows)
+            (slow.add if gap > _HALF * gaps[one] else slow.discard)(one)
+            gaps[one] = gap
             closed = (low <= 0) & (found.low > 0)
             low = np.maximum(low, found.low)
             if found.witness is not None:
@@ -264,6 +298,18 @@ def _in_turn(
     elif time.monotonic() >= until:
         ended = "time"
     return Searched(low, ended, sum(counts.values()), None)
+
+
+def _gap(low: Numbers, rows: Numbers) -> float:
+    """How far the bounds of the functions ``rows`` are below 0, summed."""
+    return -float(np.sum(np.minimum(low[rows], 0.0)))
+
+
+def _waits(one: _Search, left: list[_Search]) -> bool:
+    """Whether it is the search of the whole region, has more open leaves than it may take in order
+    of their bounds, and another search closes the region."""
+    crowded = isinstance(one, _Whole) and one.frontier.crowded
+    return crowded and any(other.share > 0 for other in left)
 
 
 def _closes_nothing(one: _Search, turn: int) -> bool:

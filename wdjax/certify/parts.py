@@ -40,6 +40,8 @@ class _Part(NamedTuple):
     """The function's lower bound, at most 0."""
     leaf: Leaves
     """The part as one leaf, without the axis of leaves."""
+    depth: int = 0
+    """Number of splits that made it."""
 
     @property
     def empty(self) -> bool:
@@ -51,7 +53,7 @@ class _Part(NamedTuple):
         for sign in (-1, 1):
             signs: Any = np.array(self.leaf.signs)
             signs[entry] = sign
-            yield self._replace(leaf=self.leaf._replace(signs=signs))
+            yield self._replace(leaf=self.leaf._replace(signs=signs), depth=self.depth + 1)
 
 
 class PartSearch:
@@ -65,6 +67,8 @@ class PartSearch:
         begun: Any = jax.device_get(searched.root.begin(jnp.asarray([row])))
         self.open = [_Part(float(low[row]), Leaves(*(entries[0] for entries in begun)))]
         self.stuck: list[_Part] = []
+        self.share = 0.0
+        """What closed parts take of the region, if every split is a halving."""
 
     def run(self, until: float) -> Searched:
         """Closes parts, the last first, until all are closed or the time is over."""
@@ -76,6 +80,7 @@ class PartSearch:
             part = self.open[-1]
             if part.empty:
                 self.open.pop()
+                self.share += 0.5**part.depth
                 continue
             found = self._leaves(part, until)
             self.bounded += found.leaves
@@ -84,6 +89,7 @@ class PartSearch:
             self.open.pop()
             part = part._replace(low=float(found.low[self.row]))
             if found.ended == "closed":
+                self.share += 0.5**part.depth
                 continue
             if found.entry is None:
                 self.stuck.append(part)

@@ -133,6 +133,9 @@ class Frontier:
         """Leaves without a ReLU left to split."""
         self.idle = 0
         """How often the stuck leaves were bounded again since a leaf gained."""
+        self.crowded = False
+        """Whether the open leaves have taken up half of the memory, so that the youngest ones were
+        split in place of those with the least bounds."""
         self.numbers = itertools.count()
         for row, *rest in zip(*jax.device_get(begun)):
             node = None if record is None else record.begin(int(row))
@@ -178,7 +181,9 @@ class Frontier:
         then the youngest ones, of which few are open at a time.
         """
         self.turns += 1
-        if 2 * len(self.open) >= self.most:
+        many = 2 * len(self.open) >= self.most
+        self.crowded |= many
+        if many:
             self.open.sort(key=lambda leaf: leaf.number)
             self.taken = self.open[-width:]
             del self.open[-width:]
