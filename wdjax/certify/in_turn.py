@@ -39,6 +39,9 @@ _DEAR = 0.1
 """A search takes turns only if its first step should take at most this share of the time."""
 _TURNS, _LEAST = 3, 0.01
 """The search of subdomains ends if, from that turn on, it has closed less of the region."""
+_DEEP = 32
+"""It ends after any turn if it has bounded so many batches without closing one subdomain: it
+splits the youngest first, so that these are as many splits deep."""
 _SURE = 0.1
 """A search that has closed at least this share of the region is expected to close the rest at the
 same pace. It gets that time at once if it is left: in turns, the others would take as much again.
@@ -47,9 +50,6 @@ _HALF = 0.5
 """The search of the whole region waits while another one closes the region, if a turn has left more
 than this share of the distance of its bounds from 0, and its open leaves half of the memory.
 """
-_DEEP = 32
-"""It ends after any turn if it has bounded so many batches without closing one subdomain: it
-splits the youngest first, so that these are as many splits deep."""
 _MOST = 2**26
 """Subdomains are searched only if one batch has at most so many coefficients: one for each open
 function, subdomain and operand."""

@@ -113,7 +113,8 @@ class RealNet:
         _need(len(graph.inputs) == len(graph.outputs) == 1, "several inputs or outputs")
         (given,), dims = graph.inputs, graph.inputs[0].shape[1:]
         _need(all(isinstance(d, int) and d > 0 for d in dims), "inputs of no fixed size")
-        _need(given.shape and given.shape[0] in (1, str(given.shape[0])), "inputs of several rows")
+        single = [d == 1 or isinstance(d, str) for d in given.shape[:1]]
+        _need(single == [True], "inputs of several rows")
         _need(graph.opset >= _OLDEST, f"operators before version {_OLDEST} of ONNX")
         self.operations: list[Operation] = []
         self.source = given.name
@@ -202,7 +203,7 @@ def _entrywise(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> 
 def _normalised(kind: str, shapes: Shapes, fixed: Any, first: bool, how: Any) -> Operation:
     _need(len(fixed) == 4 and not how.get("training_mode", 0), "statistics of a batch")
     scale, bias, mean, var = (np.asarray(f, np.float64) for f in fixed)
-    _need(shapes[0][:2] == (1, len(scale)), "channels that are not the second axis")
+    _need(shapes[0][:2] == (1, *scale.shape), "channels that are not the second axis")
     scale = scale / np.sqrt(var + how.get("epsilon", 1e-5))
     loose = 24 * UNIT * (np.abs(bias) + np.abs(mean * scale))
     each = int(np.prod(shapes[0][2:]))
