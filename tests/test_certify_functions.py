@@ -332,3 +332,16 @@ def test_masked_attention_has_lines(masked):
         return (jax.nn.softmax(scores) @ (x @ w[1]) @ w[2]).mean(axis=1)
 
     check_lines(Model(apply, weights), rng.random((2, 12)), 0.01, rng)
+
+
+def test_a_chain_of_functions_has_lines():
+    """Six sines without a sum of entries between; four took minutes to compile."""
+    rng = np.random.default_rng(4)
+    weights = jnp.asarray(rng.normal(size=(5, 4)), jnp.float32)
+
+    def apply(w, x):
+        for _ in range(6):
+            x = jnp.sin(1.5 * x)
+        return x @ w
+
+    check_lines(Model(apply, weights), rng.random((2, 5)), 0.02, rng)

@@ -134,6 +134,8 @@ def _bend(state: Pass, node: Node, lines: Lines | None) -> None:
         if lower.dtype == bool:
             state.values[place] = Bounded(lower, upper, lower, lower, lower)
             continue
+        # Else XLA writes a chain of functions anew for each use: four sines compile for minutes.
+        lower, upper = xla_cpu.single(lower, upper)
         scalar = lines is not None and len(lines.views) == 1 and lines.views[0].view is None
         state.values[place] = network.charged_value(lower, upper, 2)._replace(alone=scalar)
         box = widened(lower, upper)
