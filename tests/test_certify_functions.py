@@ -344,4 +344,11 @@ def test_a_chain_of_functions_has_lines():
             x = jnp.sin(1.5 * x)
         return x @ w
 
-    check_lines(Model(apply, weights), rng.random((2, 5)), 0.02, rng)
+    model, x = Model(apply, weights), jnp.asarray(rng.random((2, 5)), jnp.float32)
+    y = jnp.argmax(model(x), axis=-1)
+    low = np.asarray(certify.margin_bounds(model, x, y, norm=jnp.inf, eps=0.1))
+    logits = model(jnp.clip(x + jnp.asarray(0.1 * rng.uniform(-1, 1, (4000, 2, 5)), "f4"), 0, 1))
+    own = np.take_along_axis(np.asarray(logits), np.asarray(y)[None, :, None], axis=2)
+    others, margins = np.arange(4) != np.asarray(y)[:, None], own - np.asarray(logits)
+    assert np.all((low <= margins.min(axis=0))[others])
+    assert np.all((low > margins.min(axis=0) - 2 * np.ptp(margins, axis=0))[others])
