@@ -89,6 +89,8 @@ def least(w, lower, upper, row):
 class Idle:
     """A search that finds nothing."""
 
+    share = 0.0
+
     def __init__(self, given, rows, low):
         self.low = low
 
