@@ -381,17 +381,15 @@ def test_a_search_that_is_expected_to_end_gets_its_time(until, crowded, taken, m
             done = self.share > 1 - 1e-9
             return sign_search.Searched(self.low + 2 * done, "closed" if done else "time", 1, None)
 
-    class Endless(Closing):
-        frontier = SimpleNamespace(crowded=crowded)
+    def endless(frontier, until):
+        clock.now = until
+        return known
 
-        def run(self, until):
-            clock.now = until
-            return sign_search.Searched(self.low, "time", 1, None)
-
-    monkeypatch.setattr(in_turn, "_Whole", Endless)
     low = np.array([-1.0])
-    searches = [Steady(low, [0], ""), Endless(low, [0], "")]
-    known = sign_search.Searched(low, "time", 0, None)
+    known = sign_search.Searched(low, "time", 1, None)
+    frontier = SimpleNamespace(crowded=crowded, low=lambda: low, close=lambda row: None)
+    whole = in_turn._Whole(SimpleNamespace(run=endless), frontier)
+    searches = [Steady(low, [0], ""), whole]
     found = in_turn._in_turn(searches, np.arange(1), known, until, 1.0)
     assert clock.now == pytest.approx(taken)
     assert found.ended == ("closed" if taken < until else "time")

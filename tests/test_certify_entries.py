@@ -199,3 +199,15 @@ def test_radii_of_entries_may_be_traced(norm):
     )(jnp.asarray(UNIT) + 0.05)
     assert np.all(np.isfinite(steep))
     assert np.any(steep < 0)
+
+
+@pytest.mark.parametrize("eps", [0.02, 0.06, 0.1, 1 / 3])
+def test_what_is_verified_has_a_radius_of_eps(eps):
+    """Also where the nearest float32 is below eps, as of 0.02 and 0.06."""
+    model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0]]))
+    x, y = jnp.array([[0.9], [0.6]]), jnp.array([0, 0])
+    found = certify.verify(model, x, y, norm=math.inf, eps=eps, box=None, steps=0)
+    assert found.verified.any()
+    assert (found.radius[found.verified] >= eps).all()
+    accuracy = certify.certified_accuracy(found.radius, eps, math.inf)
+    assert accuracy == pytest.approx(np.mean(found.verified))

@@ -7,7 +7,6 @@ than ReLU, too. Parts, bounded only where the function is at most 0, close wide 
 Source: Wang et al. [wang2021], Henriksen and Lomuscio [henriksen2020], Kotha et al. [kotha2023].
 """
 
-import math
 import time
 from typing import Any, Protocol
 
@@ -47,9 +46,8 @@ _SURE = 0.1
 same pace. It gets that time at once if it is left: in turns, the others would take as much again.
 """
 _HALF = 0.5
-"""The search of the whole region waits while another one closes the region, if a turn has left more
-than this share of the distance of its bounds from 0, and its open leaves half of the memory.
-"""
+"""The search of the whole region waits while another one closes parts of it, once its open leaves
+fill half of the memory and a turn has left more than this share of its bounds' distance from 0."""
 _MOST = 2**26
 """Subdomains are searched only if one batch has at most so many coefficients: one for each open
 function, subdomain and operand."""
@@ -80,10 +78,13 @@ class _Whole:
     share = 0.0
 
     def __init__(self, given: SignSearch, frontier: Frontier) -> None:
-        self.given, self.frontier = given, frontier
+        self.given, self.frontier, self.stalls = given, frontier, False
 
     def run(self, until: float) -> Searched:
-        return self.given.run(self.frontier, until)
+        before = _gap(self.frontier.low())
+        found = self.given.run(self.frontier, until)
+        self.stalls = self.frontier.crowded and _gap(found.low) > _HALF * before
+        return found
 
     def close(self, row: int) -> None:
         self.frontier.close(row)
@@ -260,13 +261,11 @@ def _in_turn(
     """
     low, counts, ended = known.low, dict.fromkeys(searches, 0), known.ended
     counts[searches[-1]] = known.leaves
-    spent, gaps = dict.fromkeys(searches, 0.0), dict.fromkeys(searches, math.inf)
-    slow, gaps[searches[-1]] = set[_Search](), _gap(low, rows)
-    left, turn = list(searches), 0
+    left, turn, spent = list(searches), 0, dict.fromkeys(searches, 0.0)
     while left and np.any(low[rows] <= 0) and time.monotonic() < until:
         turn += 1
         for one in list(left):
-            if one in slow and _waits(one, left):
+            if _waits(one, left):
                 continue
             began = time.monotonic()
             rest = spent[one] * (1 / one.share - 1) if one.share >= _SURE else 0.0
@@ -276,9 +275,6 @@ def _in_turn(
                 found = one.run(min(time.monotonic() + seconds, until))
             spent[one] += time.monotonic() - began
             counts[one] = found.leaves
-            gap = _gap(found.low, rows)
-            (slow.add if gap > _HALF * gaps[one] else slow.discard)(one)
-            gaps[one] = gap
             closed = (low <= 0) & (found.low > 0)
             low = np.maximum(low, found.low)
             if found.witness is not None:
@@ -300,16 +296,14 @@ def _in_turn(
     return Searched(low, ended, sum(counts.values()), None)
 
 
-def _gap(low: Numbers, rows: Numbers) -> float:
-    """How far the bounds of the functions ``rows`` are below 0, summed."""
-    return -float(np.sum(np.minimum(low[rows], 0.0)))
+def _gap(low: Numbers) -> float:
+    """How far the bounds are below 0, summed."""
+    return -float(np.sum(np.minimum(low, 0.0)))
 
 
 def _waits(one: _Search, left: list[_Search]) -> bool:
-    """Whether it is the search of the whole region, has more open leaves than it may take in order
-    of their bounds, and another search closes the region."""
-    crowded = isinstance(one, _Whole) and one.frontier.crowded
-    return crowded and any(other.share > 0 for other in left)
+    """Whether it is the search of the whole region, gains little, and another one closes parts."""
+    return isinstance(one, _Whole) and one.stalls and any(other.share > 0 for other in left)
 
 
 def _closes_nothing(one: _Search, turn: int) -> bool:
