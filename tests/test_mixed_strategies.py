@@ -138,7 +138,7 @@ def test_what_mixed_strategies_refuse():
         games.mixed_play(Coin(), games.given(x), x, y, **how)
     with pytest.raises(ValueError, match="draws must be"):
         games.mixed_play(Coin(), games.fpa(PGD(), 1), x, y, draws=0, **how)
-    for bad in ([], [1.0, 2.0], [[np.nan]]):
+    for bad in ([], [1.0, 2.0], [[np.nan]], [[1j]], [["a"]], [[1.0], [1.0, 2.0]]):
         with pytest.raises(ValueError, match="matrix"):
             games.matrix_game(bad)
     with pytest.raises(ValueError, match="rounds must be"):

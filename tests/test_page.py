@@ -140,6 +140,14 @@ def test_the_script_rounds_proved_shares_down(script):
     assert script("[percent(v, true), percent(v)]", v=2 / 3) == ["66.66 %", "66.67 %"]
 
 
+def test_the_script_rounds_proved_radii_down(script):
+    for radius in (0, 1e-7, 2 / 3, 0.06249999, 0.99996, 9999.6, *np.geomspace(1e-9, 1e4, 99)):
+        found, plain = script("[digits(v, true), digits(v)]", v=radius)
+        assert found <= radius <= plain * 1.0006
+        assert found >= radius * (1 - 1e-3)
+    assert script("digits(v, true)", v=0.99996) == 0.9999
+
+
 def test_the_page_holds_the_report_and_names_everything(shown):
     _, text, model, _ = shown
     report, earlier = (

@@ -22,7 +22,7 @@ from test_shards import timeless
 
 import wdjax
 from wdjax import attacks, models
-from wdjax.cli import attack_table, engines, main
+from wdjax.cli import attack_table, engines, main, run_command
 from wdjax.engine import driver
 from wdjax.files import persist
 
@@ -140,6 +140,11 @@ def test_every_job_is_what_its_command_says(given, ran):
         counted = 4 if words[0] == "nppr" else ROWS
         assert (row["command"], row["n"]) == (words[0], counted)
         assert row["clean_accuracy"] == whole["clean_accuracy"]
+    titles, *lines = run_command.table(ran)
+    shares_of = {line[3]: line[titles.index("of")] for line in lines}
+    assert shares_of == dict.fromkeys(["autoattack", "crown", "mass"], "all") | {
+        "nppr": "correctly classified samples of the second half"
+    }
     shares = [row["shares"] for row in ran["jobs"]]
     first = json.loads((given / ran["jobs"][0]["file"]).read_text())
     assert {row["eps"] for row in ran["jobs"][:3]} == {8 / 255}

@@ -73,6 +73,13 @@ function percent(value, proved = false) {
   return `${shown.toFixed(2)} %`;
 }
 
+/* A number with four digits; one that is proved is rounded down. */
+function digits(value, proved = false) {
+  const shown = +value.toPrecision(4);
+  if (!proved || shown <= value) return shown;
+  return +(shown - 10 ** (Math.floor(Math.log10(value)) - 3)).toPrecision(4);
+}
+
 /* An element with properties, attributes and children. */
 function element(name, properties = {}, ...children) {
   const made = document.createElement(name);
@@ -110,7 +117,8 @@ function fill(details, model) {
       {scope: "col", "aria-sort": "none"}, element("button", {type: "button"}, name))))),
     element("tbody", {}, ...order.map(index => element("tr", {}, ...found.map(([name, values], place) => {
       const value = values[index];
-      const shown = place === 1 ? (value ? "yes" : "no") : value === Infinity ? "none" : +value.toPrecision(4);
+      const shown = place === 1 ? (value ? "yes" : "no")
+        : value === Infinity ? "none" : digits(value, name.startsWith("certified"));
       return element(place ? "td" : "th", {"data-value": value, ...(place ? {} : {scope: "row"})}, shown);
     })))));
 }

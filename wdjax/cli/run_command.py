@@ -130,10 +130,11 @@ def run(parsed: argparse.Namespace, console: Console) -> int:
 
 def table(content: dict[str, Any]) -> Iterator[list[Any]]:
     """The rows that are printed without ``--json``."""
-    yield ["model", "data", "threat", "method", "n", "clean", "measure", "share"]
+    yield ["model", "data", "threat", "method", "n", "clean", "measure", "share", "of"]
     for row in content["jobs"]:
+        of = row["shares_of"] or "all"
         for name, value in row["shares"].items():
-            yield [*row["job"], row["n"], row["clean_accuracy"], name, value]
+            yield [*row["job"], row["n"], row["clean_accuracy"], name, value, of]
 
 
 class _RunningPart(NamedTuple):

@@ -298,7 +298,10 @@ def faults_of(name, tensor, shape, *, variance=False) -> list[str]:
     if tensor.shape != shape:
         return [f"{name} has shape {list(tensor.shape)}, expected {list(shape)}"]
     if tensor.dtype in _CASTS:
-        return [f"{name} has dtype {tensor.dtype}, expected float32; cast=True converts it"]
+        return [
+            f"{name} has dtype {tensor.dtype}, expected float32; cast=True converts it, or "
+            "python -m wdjax convert --cast"
+        ]
     if tensor.dtype != np.float32:
         return [f"{name} has dtype {tensor.dtype}, expected float32"]
     if not np.isfinite(tensor).all():

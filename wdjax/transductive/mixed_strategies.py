@@ -82,7 +82,10 @@ def matrix_game(payoff: npt.ArrayLike) -> tuple[Numbers, Numbers, float]:
     >>> rows.round(3).tolist(), columns.round(3).tolist(), round(value, 3)
     ([0.4, 0.6], [0.4, 0.6], 0.2)
     """
-    table = np.asarray(payoff, np.float64)
+    try:
+        table = np.asarray(payoff, np.float64)
+    except (TypeError, ValueError):  # Complex numbers, words, rows of several lengths.
+        table = np.full((1, 1), np.nan)
     if table.ndim != 2 or not table.size or not np.all(np.isfinite(table)):
         raise ValueError(f"payoff must be a matrix [R, C] of finite numbers, got {payoff!r}.")
     size = np.abs(table).max() or 1.0
