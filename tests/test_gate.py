@@ -79,6 +79,8 @@ WRONG = {
     "few of only": ({"only": np.array([True])}, r"only must be booleans \[3\]"),
     "index": ({"index": np.arange(2)}, r"index must be integers \[3\], got int64\[2\]"),
     "eps": ({"eps": np.full(2, 0.1)}, r"one a sample \[3\]"),
+    "a named criterion": ({"criterion": "targeted"}, "criterion must be a function .*'targeted'"),
+    "no criterion": ({"criterion": None}, "criterion must be a function .* got None"),
 }
 
 
@@ -89,6 +91,19 @@ def test_rows_of_a_search_are_checked_everywhere(name, inside):
     ask = functools.partial(wdjax.search, PGD, MODEL, **{"eps": 0.1} | given)
     with pytest.raises(ValueError, match=message):
         (jax.jit(ask) if inside else ask)(X, Y)
+
+
+@pytest.mark.parametrize("name", ["run", "autoattack", "fast", "wda_star"])
+def test_a_criterion_that_is_no_function_is_refused_by_all_that_pass_it_on(name):
+    how = {"key": jax.random.key(0), "criterion": "targeted"}
+    ask = {
+        "run": functools.partial(wdjax.run, PGD, eps=0.1),
+        "autoattack": functools.partial(wdjax.ensembles.autoattack, eps=0.1),
+        "fast": functools.partial(wdjax.ensembles.fast, eps=0.1),
+        "wda_star": wdjax.ensembles.wda_star,
+    }[name]
+    with pytest.raises(ValueError, match="criterion must be a function"):
+        ask(MODEL, X, Y, **how)
 
 
 def test_random_numbers_follow_an_index_that_is_mapped_over():

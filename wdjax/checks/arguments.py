@@ -40,7 +40,7 @@ def check(*optional: str, **given: Any) -> None:
       **given: ``attack``, ``model``, ``perturbation``, ``noise``, ``x`` and ``z`` (samples
         ``[n, *shape]``), ``y`` (``[n]``), ``eps``, ``key``, ``keys``. Warns of an ``eps`` beyond
         the diameter of ``ball`` (or of the attack's or perturbation's ball), unless the caller is
-        the package itself. A ``criterion`` is not checked but for what follows.
+        the package itself. A ``criterion`` must be callable; else only what follows is checked.
 
     Raises:
       ValueError: an argument of the wrong kind; tells what was given and expected, and what to do.
@@ -76,6 +76,8 @@ def check(*optional: str, **given: Any) -> None:
         )
     if ball is not None and eps is not None:
         warn(too_far(ball, np.shape(given["x"])[1:], eps) or too_near(ball, eps))
+    if criterion is not None:
+        validate.check_criterion(criterion)
     model = given.get("model")
     if model is None or x is None or validate.traced(model, x, criterion) or _caller()[0]:
         return

@@ -118,10 +118,20 @@ def check_shapes(
     if not leaves or any(leaf.ndim < 1 or leaf.shape[0] != n for leaf in leaves):
         shapes = [leaf.shape for leaf in leaves]
         raise ValueError(f"every output of the model must have the leading axis {n}, got {shapes}.")
+    check_criterion(criterion)
     check_each(
         "criterion", jax.eval_shape(criterion, out, jax.ShapeDtypeStruct((n,), jnp.int32)), n
     )
     return int(leaves[0].shape[-1]) if leaves[0].ndim > 1 else np.iinfo(np.int32).max
+
+
+def check_criterion(criterion: Any) -> None:
+    """Raises unless a criterion is a function, before anything that would fail of it in JAX."""
+    if isinstance(criterion, type) or not callable(criterion):
+        raise ValueError(
+            "criterion must be a function (out, y) -> [n], positive where the attacker has won, "
+            f"such as wdjax.losses.decision_margin, got {criterion!r}."
+        )
 
 
 def check_each(what: str, value: Any, n: int) -> Any:

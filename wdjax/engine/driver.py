@@ -115,6 +115,7 @@ def search(
     >>> found.success.tolist(), found.fault.tolist()
     ([True, False], [False, False])
     """
+    validate.check_criterion(criterion)
     x, form = trees.flattened(x, attack)
     arguments.check("key", "eps", attack=attack, x=x, y=y, eps=eps, key=key)
     validate.check_model(model)
