@@ -106,6 +106,16 @@ def test_a_criterion_that_is_no_function_is_refused_by_all_that_pass_it_on(name)
         ask(MODEL, X, Y, **how)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_list_of_starts_is_one_array():
+    start = np.clip(X + 0.05, 0, 1)
+    listed, one = (
+        wdjax.search(PGD, MODEL, X, Y, eps=0.1, start=points, diagnose=False).x_adv
+        for points in (start.tolist(), start)
+    )
+    np.testing.assert_array_equal(listed, one)
+
+
 def test_random_numbers_follow_an_index_that_is_mapped_over():
     attack, key = attacks.PGD(wdjax.Lp(2), steps=1, random_start=True), jax.random.key(0)
     places = np.array([[0, 1, 2], [5, 1, 7]])

@@ -375,6 +375,8 @@ def check_like(name: str, points: Any, x: Array) -> Array | None:
     if points is None:
         return None
     check_unmasked(name, points, "like x")
+    if isinstance(points, list | tuple):
+        points = np.asarray(points)
     if jnp.shape(points) != x.shape:
         raise ValueError(
             f"{name} must have the shape of x, {list(x.shape)}, got {list(jnp.shape(points))}."
