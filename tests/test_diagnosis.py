@@ -323,3 +323,35 @@ def test_an_audit_counts_the_flips_of_second_looks():
         assert found.sandwich.attacked(np.inf)[place] == pytest.approx(left.mean())
         assert left.mean() < min(one.accuracy for one in looked)
         assert found.sandwich.attacked(np.inf)[place] >= found.sandwich.certified(np.inf)[place]
+
+
+def test_a_loss_that_does_not_follow_the_criterion_gets_a_second_look():
+    """Its points rise above noise, since it begins at random ones; its loss goes another way."""
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.normal(size=(24, 10)), jnp.float32)
+    x = jnp.asarray(rng.uniform(0.2, 0.8, (24, 24)), jnp.float32)
+    model, targets = wdjax.Model(lambda w, x: x @ w, w), (jnp.argmax(x @ w, axis=1) + 3) % 10
+
+    def target_led(out, y):
+        return -losses.margin(out, y)
+
+    attack = attacks.Diversified(Lp(2))
+    given = model, x, targets
+    with pytest.warns(RobustnessWarning, match="a second look"):
+        found = wdjax.search(attack, *given, eps=0.7, key=KEY, criterion=target_led)
+    assert found.overlooked.sum() >= 10
+    with pytest.warns(RobustnessWarning, match="a second look"):
+        several = ensembles.cascade({"one": attack}, *given, eps=0.7, key=KEY, criterion=target_led)
+    np.testing.assert_array_equal(several.overlooked, found.overlooked)
+    for suite in (ensembles.autoattack, ensembles.a3, ensembles.a3_wda):
+        with pytest.raises(ValueError, match="does not take criterion"):
+            suite(*given, eps=0.7, key=KEY, criterion=target_led)
+
+
+def test_ensembles_that_aim_at_classes_name_themselves_where_there_are_none():
+    model = wdjax.Model(lambda w, x: (x @ w, x[:, 0]), W)
+    how = {"key": KEY, "criterion": lambda out, y: losses.margin(out[0], y)}
+    with pytest.raises(ValueError, match="wda_star follows single classes"):
+        ensembles.wda_star(model, X, Y, **how)
+    with pytest.raises(ValueError, match="fast follows single classes"):
+        ensembles.fast(model, X, Y, eps=0.1, **how)

@@ -93,12 +93,11 @@ def test_rows_of_a_search_are_checked_everywhere(name, inside):
         (jax.jit(ask) if inside else ask)(X, Y)
 
 
-@pytest.mark.parametrize("name", ["run", "autoattack", "fast", "wda_star"])
+@pytest.mark.parametrize("name", ["run", "fast", "wda_star"])
 def test_a_criterion_that_is_no_function_is_refused_by_all_that_pass_it_on(name):
     how = {"key": jax.random.key(0), "criterion": "targeted"}
     ask = {
         "run": functools.partial(wdjax.run, PGD, eps=0.1),
-        "autoattack": functools.partial(wdjax.ensembles.autoattack, eps=0.1),
         "fast": functools.partial(wdjax.ensembles.fast, eps=0.1),
         "wda_star": wdjax.ensembles.wda_star,
     }[name]

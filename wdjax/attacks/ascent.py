@@ -374,12 +374,13 @@ def need_logits(name: str, out: PyTree) -> None:
     >>> need_logits("WDA", jnp.zeros((5, 1)))
     Traceback (most recent call last):
       ...
-    ValueError: WDA follows single classes and needs logits [n, K], got (5, 1); use PGD with ...
+    ValueError: WDA follows single classes and needs logits [n, K], got (5, 1); use Walk, FMN or ...
     """
     if getattr(out, "ndim", 0) != 2 or out.shape[-1] < 2:
         raise ValueError(
             f"{name} follows single classes and needs logits [n, K], got "
-            f"{jax.tree.map(jnp.shape, out)}; use PGD with a loss of your own."
+            f"{jax.tree.map(jnp.shape, out)}; use Walk, FMN or PDPGD, which follow a criterion, or "
+            "PGD with a loss of your own."
         )
 
 

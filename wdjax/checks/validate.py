@@ -3,7 +3,7 @@
 import math
 import operator
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -131,6 +131,18 @@ def check_criterion(criterion: Any) -> None:
         raise ValueError(
             "criterion must be a function (out, y) -> [n], positive where the attacker has won, "
             f"such as wdjax.losses.decision_margin, got {criterion!r}."
+        )
+
+
+def refuse_criterion(name: str, options: Mapping[str, Any]) -> None:
+    """Raises if the options of an ensemble whose losses are fixed have another criterion.
+
+    Its attacks would raise these losses all the same, and miss what the criterion asks for.
+    """
+    if "criterion" in options:
+        raise ValueError(
+            f"{name} does not take criterion: its losses are those of any mistake. Use fast or "
+            "wda_star, whose attacks follow a criterion, or cascade of attacks with a loss of it."
         )
 
 

@@ -5,7 +5,8 @@ succeed and the model looks robust only because the attack is blind. Some 60 pas
 attacks, which use the margin itself or no gradients at all, show how much a better attack would
 find. The same is asked with 300 queries where an attack's points are hardly better than random
 noise: its steps are too few or too short, or its gradients mislead. And where the radius is half of
-the box or more, since there nearly every sample has a flip.
+the box or more, since there nearly every sample has a flip; and for a criterion of the user's own,
+which the second look follows, while the loss of many an attack does not.
 """
 
 import functools
@@ -63,6 +64,7 @@ def diagnose(
     eps: Any,
     again: Search,
     name: str = "",
+    own: bool = False,
 ) -> Found:
     """Warns of what makes a result doubtful; if the attack was blind, takes a second look first.
 
@@ -74,24 +76,31 @@ def diagnose(
       eps: the radius of the search, or None.
       again: ``(attack, eps=, only=, key=, start=) -> Found``, another search of the same samples.
       name: for the warning; by default the attack's class.
+      own: whether the criterion is the user's own.
 
     Returns:
       ``found``, with ``overlooked`` set if the attack was blind, or if another one breaks more and
-      this one was hardly better than noise or had half of the box to search.
+      this one was hardly better than noise, had half of the box to search or an ``own`` criterion.
     """
     said = _missed(found, attack)
     if isinstance(attack.ball, Lp) and _standing(found).any():
         farthest = attack.ball.diameter(found.x_adv.shape[1:])
         radius = np.asarray(farthest if attack.budget == "none" else eps)
         if np.all(np.isfinite(radius)) and np.any(radius > 0):
-            found, doubts = _looked_at(found, attack, clean, x, radius, again)
+            found, doubts = _looked_at(found, attack, clean, x, radius, again, own)
             said += doubts
     warn(name or type(attack).__name__, found, *said)
     return found
 
 
 def _looked_at(
-    found: Found, attack: Attack, clean: np.ndarray, x: AnyArray, radius: Any, again: Search
+    found: Found,
+    attack: Attack,
+    clean: np.ndarray,
+    x: AnyArray,
+    radius: Any,
+    again: Search,
+    own: bool,
 ) -> tuple[Found, list[str]]:
     """The result after a second look, if the attack deserves one, and what else is to be said.
 
@@ -103,7 +112,7 @@ def _looked_at(
         mine, noise = _gains(found, ball, clean, np.asarray(x), radius, again)
     far = radius >= _FAR * ball.diameter(found.x_adv.shape[1:])
     blind, doubted = _is_blind(found, attack, clean), mine < _NOISE * noise
-    doubted |= attack.budget == "sample" and bool(np.all(far))
+    doubted |= own or (attack.budget == "sample" and bool(np.all(far)))
     if blind or doubted:
         broken, failed = _overlooked(found, ball, radius, _QUERIES[doubted], again)
         found = replace(found, overlooked=broken) if blind or broken.any() else found
@@ -145,7 +154,8 @@ def _missed(found: Found, attack: Attack) -> list[str]:
     if attack.budget != "none":
         return []
     return [
-        f"{text}; unless there is none in the box, more steps or ensembles.wda_star find one"
+        f"{text}; unless there is none in the box, more steps, another attack or "
+        "ensembles.wda_star may find one"
         for text in _unflipped(found)
     ]
 

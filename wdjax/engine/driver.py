@@ -81,8 +81,9 @@ def search(
       diagnose: warn at top level of what makes the result doubtful (:attr:`Found.remarks`). Where
         more than half of the gradients are zero, or margins do not rise, attack up to 100 of the
         samples that survived again, by margin ascent and random search, about 60 passes each; 330
-        where margins rise less than twice as much as by random noise of the same size, or where
-        ``eps`` is half of the box's diameter or more.
+        where margins rise less than twice as much as by random noise of the same size, where
+        ``eps`` is half of the box's diameter or more, or for a ``criterion`` of your own, which the
+        loss of many an attack does not follow.
       transductive: allow a model whose outputs depend on the whole batch; inside a trace only,
         where the batch is never split.
       batch_size: samples on all devices at once; by default what memory allows, but 16 to 128 a
@@ -158,7 +159,8 @@ def search(
             search, model=model, x=x, y=y, criterion=criterion, mask=mask, index=index,
             diagnose=False, batch_size=batch_size, mesh=mesh,
         )  # fmt: skip
-        found = diagnosis.diagnose(found, named, clean, x, eps, again)
+        own = criterion is not losses.decision_margin
+        found = diagnosis.diagnose(found, named, clean, x, eps, again, own=own)
     return found if form is None else replace(found, x_adv=form.tree(found.x_adv))
 
 
@@ -200,7 +202,9 @@ def looked_again(
     nobody = np.zeros(len(found.cost), bool)
     unmoved = search(attack, model, x, y, eps=eps, key=key, only=nobody, **how)
     again = functools.partial(search, model=model, x=x, y=y, **how)
-    return diagnosis.diagnose(found, attack, np.asarray(unmoved.margin), x, eps, again, name)
+    clean = np.asarray(unmoved.margin)
+    own = options.get("criterion", losses.decision_margin) is not losses.decision_margin
+    return diagnosis.diagnose(found, attack, clean, x, eps, again, name, own)
 
 
 def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:

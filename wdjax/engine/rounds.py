@@ -532,9 +532,9 @@ def _reach(attack: Attack, samples: Samples, moving: Track, index: Array) -> tup
 def _refuse_faults(fine: np.ndarray) -> None:
     if not fine.all():
         raise ValueError(
-            f"the model returned outputs that are not finite for {int((~fine).sum())} samples, "
-            f"first at index {int(np.argmin(fine))}; no robustness can be reported for such a "
-            "model."
+            "the model's outputs, or the criterion of them, are not finite for "
+            f"{int((~fine).sum())} samples, first at index {int(np.argmin(fine))}; no robustness "
+            "can be reported for such a model."
         )
 
 

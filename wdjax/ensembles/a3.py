@@ -91,13 +91,15 @@ def a3(
       checkpoint: a folder; a call that was interrupted resumes from it, with equal results.
       report: called with a name and what has been found so far, after every search; a true value
         ends the attack.
-      **options: of :func:`wdjax.search`.
+      **options: of :func:`wdjax.search`, but no ``criterion``, which starts and losses would not
+        follow.
 
     Returns:
       A :class:`~wdjax.core.Found`: the best point of every sample.
 
     Raises:
-      ValueError: what the search refuses; a call inside a trace, since the host chooses the rounds.
+      ValueError: a ``criterion``, what the search refuses, and a call inside a trace, since the
+        host chooses the rounds.
 
     Cost: at most ``passes`` backward passes a sample on average, plus one more search.
 
@@ -116,6 +118,7 @@ def a3(
     [True, True]
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
+    validate.refuse_criterion("a3", options)
     host_only("a3", SEARCH_TWIN, model, x, y, eps, key, only)
     passes = float(validate.check_number("passes", passes))
     folder, number, down, found = Path(checkpoint or "."), 0, True, None

@@ -71,13 +71,14 @@ def autoattack(
       key: a typed ``jax.random.key``.
       ball: norm and box.
       version: see :func:`members`.
-      **options: of :func:`~wdjax.ensembles.cascade.cascade`, such as ``checkpoint`` and ``report``.
+      **options: of :func:`~wdjax.ensembles.cascade.cascade`, such as ``checkpoint`` and ``report``,
+        but no ``criterion``, which the losses would not follow.
 
     Returns:
       A :class:`~wdjax.core.Found`; the robust accuracy is ``mean(correct & ~success)``.
 
     Raises:
-      ValueError: what the cascade and the search refuse.
+      ValueError: a ``criterion``, and what the cascade and the search refuse.
 
     Cost: about 100 passes for a sample that the first attack breaks, and up to 1900 backward and
       7800 forward passes for one that survives all.
@@ -99,4 +100,5 @@ def autoattack(
     [True, True]
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
+    validate.refuse_criterion("autoattack", options)
     return cascade(members(ball, version), model, x, y, eps=eps, key=key, diagnose=False, **options)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from wdjax.attacks import ascent
 from wdjax.attacks.margin_pgd import MarginPGD
 from wdjax.attacks.walk import Walk
 from wdjax.balls import Lp
@@ -71,7 +72,7 @@ def fast(
     count.
 
     Args:
-      model: as for :func:`wdjax.search`.
+      model: as for :func:`wdjax.search`; its output must be logits.
       x: ``[n, *shape]``
       y: ``[n]``
       eps: radius, a number or ``[n]``.
@@ -105,6 +106,7 @@ def fast(
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     ask = question("fast", model, x, y, key, checkpoint, options)
+    ascent.need_logits("fast", validate.shapes_of(model, ask.x))
     radii = validate.check_radii(eps, len(ask.y))
     if validate.check_count("passes", passes) < LEAST:
         raise ValueError(f"fast needs at least {LEAST} passes an image to begin, got {passes}.")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wdjax import transport
+from wdjax.attacks import ascent
 from wdjax.attacks.points import Points
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
@@ -127,6 +128,7 @@ def wda_star(
     """
     arguments.check("eps", model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     ask = question("wda_star", model, x, y, key, checkpoint, options)
+    ascent.need_logits("wda_star", validate.shapes_of(model, ask.x))
     eps = None if eps is None else float(validate.check_number("eps", eps))
     order = validate.check_order(order)
     most = None if most is None else validate.check_count("most", most)
