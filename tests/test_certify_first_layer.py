@@ -162,3 +162,17 @@ def test_a_sample_in_a_corner_moves_half_its_coordinates():
     model = Model(lambda w, x: jax.nn.relu(x @ w + 2.0), weights)
     low = certify.margin_bounds(model, x, y, norm=2, eps=0.1, method="interval")
     np.testing.assert_allclose(low[0, 1], (2 - 0.4) - (2 + 0.4), atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", [1, 2])
+def test_short_samples_are_bounded_with_64_bits_enabled(norm):
+    """A float32 model's coefficients stay float32, and so do its bounds."""
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        w = jnp.array([[1.0, -1.0], [0.0, 2.0]], jnp.float32)
+        x, y = jnp.array([[0.8, 0.1]], jnp.float32), jnp.array([0])
+        model = Model(lambda w, x: jnp.maximum(x @ w, 0.0) @ w, w)
+        how = {"norm": norm, "eps": 0.1, "method": "interval"}
+        low = certify.margin_bounds(model, x, y, **how)
+    assert low.dtype == jnp.float32
+    low = float(low[0, 1])
+    assert low == pytest.approx(float(certify.margin_bounds(model, x, y, **how)[0, 1]), rel=1e-6)

@@ -107,7 +107,8 @@ def _row(chain: _Chain) -> Kernel | Array | None:
     if len(shape) == 4:
         return None if more else plain(first.node.eqn, first.exact)
     rows = Rows(jnp.zeros(1, jnp.int32))
-    a: Coefficients = Whole(jnp.eye(math.prod(shape)).reshape(-1, 1, *shape))
+    eye = jnp.eye(math.prod(shape), dtype=first.offset.dtype)  # Not float64 under 64 bits.
+    a: Coefficients = Whole(eye.reshape(-1, 1, *shape))
     for affine in chain.mixed:
         ((_, a),) = passes.transposed(affine, a, rows)
     return flat(whole(a, rows))[:, 0].T
