@@ -212,3 +212,19 @@ def test_outputs_that_are_not_finite_are_told():
     found = certify.verify(model, x, y, method="interval", **HOW)
     assert found.verified.tolist() == [False, True]
     assert "not finite for 1 of 2 samples" in found.remarks[0]
+
+
+@pytest.mark.parametrize("method", ["interval", "crown"])
+def test_logits_may_be_shorter_than_the_samples(method):
+    """Linear bounds are in the samples' dtype, those of the logits in theirs."""
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        w = jnp.array([[1.0, -1.0], [0.0, 2.0]])
+        x, y = jnp.array([[0.8, 0.1]]), jnp.array([0])
+        model = Model(lambda w, x: (jnp.maximum(x @ w, 0.0) @ w).astype(jnp.float32), w)
+        low = certify.margin_bounds(model, x, y, norm=math.inf, eps=0.1, method=method)
+    grid = np.linspace(-0.1, 0.1, 21)
+    points = np.array([[0.8 + a, 0.1 + b] for a in grid for b in grid if 0 <= 0.1 + b])
+    w = np.asarray(w)
+    logits = np.maximum(points @ w, 0.0) @ w
+    least = np.min(logits[:, 0] - logits[:, 1])
+    assert least - 0.5 < float(low[0, 1]) <= least

@@ -62,6 +62,8 @@ def of(
         label = jnp.take_along_axis(value.lower[:, 0], y[:, None], axis=1)
         low = label - value.upper[:, 0]
         low = low - 8 * float(jnp.finfo(low.dtype).eps) * (jnp.abs(label) + value.size[:, 0])
+        # Logits of a shorter dtype: linear bounds are in that of the input.
+        low = low.astype(jnp.promote_types(low.dtype, region.center.dtype))
         for turn, bound in enumerate(_BOUNDS[method]):
             right = True if every else jnp.argmax(model(region.center), axis=-1) == y
             open_ = right & jnp.any((low <= 0) & (jnp.arange(classes) != y[:, None]), axis=1)
