@@ -228,3 +228,12 @@ def test_logits_may_be_shorter_than_the_samples(method):
     logits = np.maximum(points @ w, 0.0) @ w
     least = np.min(logits[:, 0] - logits[:, 1])
     assert least - 0.5 < float(low[0, 1]) <= least
+
+
+def test_constants_of_logits_shorter_than_the_samples():
+    """The gradient is pulled back from the logits' dtype."""
+    w = jnp.array([[1.0, -1.0], [0.0, 2.0]])
+    model = Model(lambda w, x: (x @ w).astype(jnp.float16), w)
+    for constants in (certify.interval_jacobian, certify.margin_lipschitz):
+        sizes = constants(model, jnp.zeros(2), jnp.ones(2), norm=2)
+        assert float(sizes[0, 1]) == pytest.approx(math.sqrt(8), rel=0.1)

@@ -50,7 +50,8 @@ def margins_and_slopes(
     The second ``Bounds``, ``[K, *shape]``, contain Clarke's generalised Jacobian, if the model is
     continuous where its program compares and selects.
     """
-    differences = contrasts(y, classes, region.center.dtype)
+    logits = jax.eval_shape(single(model), region.center)
+    differences = contrasts(y, classes, logits.dtype)  # Not always that of the input.
 
     def both(x: Array) -> tuple[Array, Array]:
         values, pull = jax.vjp(single(model), x)
