@@ -175,7 +175,7 @@ def test_what_may_not_be_is_refused():
     for eps in (np.ones(D + 1), np.ones((2, D)), -SCALE, np.full((1, D), np.nan)):
         with pytest.raises(ValueError, match="eps must be"):
             ask(model, X, y, **how | {"eps": np.asarray(eps, "float32")})
-    for box in ((HIGH, LOW), (np.zeros(2), np.ones(2)), (LOW, np.full(D, np.nan)), (LOW,)):
+    for box in ((HIGH, LOW), (np.zeros(2), np.ones(2)), (LOW, np.full(D, np.nan)), (LOW,), 1.0):
         with pytest.raises(ValueError, match="box must be"):
             ask(model, X, y, norm=2, eps=0.1, box=box)
     with pytest.raises(ValueError, match=r"entry 2 of x\[0\]"):

@@ -37,6 +37,8 @@ def check(
             f"norm must be 1, 2, inf or an image.ImageWasserstein(), got {norm!r}"
             f"{norms.meant(norm)}."
         )
+    if box is not None and not hasattr(box, "__len__"):
+        validate.check_box(box)  # Raises, since it has no ends.
     simple = (eps is None or np.ndim(eps) < 2) and all(np.ndim(end) == 0 for end in box or ())
     ball = Lp(norms.check_norm(norm), validate.check_box(box)) if simple else None
     arguments.check(model=model, x=x, y=y, ball=ball, **radius)
