@@ -407,3 +407,11 @@ def test_certificates_hold_as_users_compile_them():
     script = Path(__file__).with_name("as_users_compile.py")
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "all hold\n"), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("labels", [[2], [-1], [0.5], 0])
+def test_constants_are_of_labels_that_are_classes(labels):
+    """A label beyond the classes had the constant of a logit alone, which is smaller."""
+    model = Model(lambda w, x: x @ w, jnp.array([[1.0, -1.0], [0.0, 2.0]]))
+    with pytest.raises(ValueError, match="labels must be"):
+        certify.margin_lipschitz(model, jnp.zeros(2), jnp.ones(2), norm=2, labels=labels)

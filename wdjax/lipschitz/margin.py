@@ -263,6 +263,10 @@ def _constants(
     else:
         independence.check(model, points)
     labels = jnp.arange(classes) if labels is None else jnp.asarray(labels)
+    if labels.ndim != 1 or not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(f"labels must be integers [m], got {labels.dtype}{list(labels.shape)}.")
+    if not validate.traced(labels) and not jnp.all((labels >= 0) & (labels < classes)):
+        raise ValueError(f"labels must be classes, 0 to {classes - 1}, got {labels!r}.")
     total = bound(model, lower, upper, norm, labels, classes)
     lost = _too_large(model, lower, upper) | _may_test_nan(model, lower, upper)
     open_ = jnp.isnan(total) | lost | ~fine
