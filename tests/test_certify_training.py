@@ -255,3 +255,11 @@ def test_a_certificate_goes_with_a_radius_and_without_an_attack():
     for wrong in ({}, {"eps": 0.1, "attack": attacks.fgsm()}, {"eps": 0.1, "kappa": 2.0}):
         with pytest.raises(ValueError, match=r"certificate|kappa"):
             training.train(net, x, y, **how, **wrong)
+
+
+@pytest.mark.parametrize("weight", [2.0, -0.5, float("nan")])
+def test_a_weight_of_backward_bounds_lies_between_0_and_1(weight):
+    """Beyond, the mean of two lower bounds is none."""
+    model, x = Model(lambda w, x: x @ w, jnp.eye(2)), jnp.array([[0.9, 0.1]])
+    with pytest.raises(ValueError, match=r"backward must be .* in \[0, 1\]"):
+        certify.trainable_bounds(model, x, jnp.array([0]), norm=2, eps=0.1, backward=weight)

@@ -168,13 +168,15 @@ def trainable_bounds(
     """
     ranges.check(model, x, y, norm, box, eps=eps)
     validate.shapes_of(model, x)
+    if backward is not None and not validate.traced(backward) and not 0 <= backward <= 1:
+        raise ValueError(f"backward must be None or a weight in [0, 1], got {backward!r}.")
     known, (reach, scale) = ranges.domain(norm, box, x), ranges.radii(eps, x)
     ball = region.ball(x, reach.astype(x.dtype), norm, known.box, scale)
     with highest():
         state = margins.prepare(model, ball, "interval")
         low = margins.of(state, model, ball, y, "interval")
         if backward is not None and state.network.graph.outputs[0] not in state.network.exact:
-            share = jnp.asarray(backward, x.dtype)
+            share = jnp.clip(jnp.asarray(backward, x.dtype), 0.0, 1.0)  # It may be traced.
             rivals, rows = all_rivals(low, y), jnp.arange(len(y))
             contrasts = margins.contrasts(state.network, y, rivals)
             tight = passes.backward(state, contrasts, margins.each(y)).T
