@@ -217,6 +217,15 @@ for mode in ("nearest", "linear"):
 for rule in ("floor", "ceil", "round_prefer_ceil"):
     case(rule, "Resize", "x _ s -> y", attributes={"nearest_mode": rule,
         "coordinate_transformation_mode": "asymmetric"}, s=WIDE)
+for place, rule in (("asymmetric", "floor"), ("half_pixel", "round_prefer_ceil")):
+    for scale in (0.6, 1.4):  # 3 / 0.6 is 5, and 5 x 1.4 is 7, in float32 only.
+        case(f"{place} by {scale}", "Resize", "x _ s -> y", shape=("n", 1, 10, 5), attributes={
+            "coordinate_transformation_mode": place, "nearest_mode": rule}, s=np.asarray([1, 1,
+            scale, 1.4], np.float32))
+case("linear by 1.4", "Resize", "x _ s -> y", shape=("n", 1, 10, 5), attributes={"mode": "linear"},
+    s=np.asarray([1, 1, 0.7, 1.4], np.float32))
+case("by 1.4", "Upsample", "x s -> y", shape=("n", 1, 5, 5), opset=9, s=np.asarray([1, 1, 1.4,
+    1.4], np.float32))
 case("of axes", "Resize", "x _ s -> y", attributes={"axes": [2, 3]}, s=WIDE[2:])
 case("of version 10", "Resize", "x s -> y", opset=10, s=WIDE)
 case("", "Upsample", "x s -> y", opset=9, s=WIDE)

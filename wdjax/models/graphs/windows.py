@@ -192,8 +192,8 @@ def _resize(call, x, roi=None, scales=None, sizes=None):
     axes = range(x.ndim) if call["axes"] is None else call["axes"]
     given = [None] * x.ndim
     if scales is not None and call.known(scales, "scales").size:
-        factors = [float(s) for s in call.known(scales, "scales").ravel()]
-        new = [math.floor(x.shape[x.axis(axis)] * s) for axis, s in zip(axes, factors)]
+        factors = [np.float32(s) for s in call.known(scales, "scales").ravel()]
+        new = [_scaled(x.shape[x.axis(axis)], s) for axis, s in zip(axes, factors)]
     else:
         new = list(call.numbers(sizes, "sizes"))
         if call["keep_aspect_ratio_policy"] != "stretch":
@@ -211,8 +211,14 @@ def _upsample(call, x, scales=None):
     factors = call["scales"] if scales is None else call.known(scales, "scales").ravel().tolist()
     if len(factors) != x.ndim:
         raise ValueError(f"its scales {list(factors)} do not fit {list(x.shape)}")
-    given = [(f, math.floor(n * f)) for f, n in zip(factors, x.shape)]
+    given = [(np.float32(f), _scaled(n, np.float32(f))) for f, n in zip(factors, x.shape)]
     return _resized(call, x, given)
+
+
+def _scaled(n, factor):
+    """The length of ``n`` pixels times a factor: in float32 as exporters mean it, where 5 x 1.4
+    is 7, and not in higher precision, where it is less."""
+    return math.floor(np.float32(n) * factor)
 
 
 def _resized(call, x, given):
@@ -233,8 +239,14 @@ def _resized(call, x, given):
 
 
 def _coordinates(call, old, factor, new):
-    """Where each new pixel lies among the old ones."""
-    at = np.arange(new, dtype=np.float64)
+    """Where each new pixel lies among the old ones.
+
+    The nearest of a scale given in float32 is found in float32, as onnxruntime does: 3 / 0.6 is 5
+    there, and 4.9999998 in higher precision.
+    """
+    coarse = call["mode"] == "nearest" and isinstance(factor, np.float32)
+    factor = factor if coarse else float(factor)
+    at = np.arange(new, dtype=np.float32 if coarse else np.float64)
     mode = call["coordinate_transformation_mode"]
     if mode == "asymmetric":
         return at / factor
