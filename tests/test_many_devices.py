@@ -15,7 +15,7 @@ import pytest
 from many_devices import KEY, MODEL, X, Y
 
 import wdjax
-from wdjax import attacks, certify, lipschitz, parallel, transductive
+from wdjax import attacks, certify, lipschitz, nppr, parallel, transductive
 
 TWO = parallel.data_mesh(jax.devices()[:2])
 
@@ -108,3 +108,15 @@ def test_rounds_of_a_game_that_do_not_divide_are_refused():
     attack, how = transductive.transfer(attacks.PGD()), {"memory": (), "eps": 0.2, "key": KEY}
     with pytest.raises(ValueError, match="multiple of the 2 devices"):
         transductive.play(many_devices.DEFENSE, attack, X[:9], Y[:9], mesh=TWO, size=3, **how)
+
+
+@pytest.mark.usefixtures("eight_devices")
+@pytest.mark.parametrize(
+    ("batch", "named"),
+    [(64, "correctly classified inputs .* got 3"), (3, "schedule's batch .* got 3")],
+)
+def test_a_fit_names_what_does_not_divide(batch, named):
+    x, y = X[:4], np.where(np.arange(4) < 3, Y[:4], (Y[:4] + 1) % 3)
+    how = {"family": nppr.Family(mode="label"), "schedule": nppr.Schedule(batch=batch)}
+    with pytest.raises(ValueError, match=named):
+        nppr.fit(MODEL, x, y, eps=0.1, key=KEY, mesh=TWO, **how)

@@ -197,7 +197,9 @@ def _fit(
     gradient = functools.partial(_input_gradient, model)
     loops = program.loops_well(jax.make_jaxpr(gradient)(data.x[:1]))
     size = min(data.schedule.batch, len(data.y))
-    parallel.check_divides("the schedule's batch", size, how.mesh)
+    fewer = size < data.schedule.batch
+    what = "the number of correctly classified inputs" if fewer else "the schedule's batch"
+    parallel.check_divides(f"{what} (a batch of the fit)", size, how.mesh)
     plan = objective.FitProgram(how.family, how.ball, loops, how.mesh)
     data, stacked = parallel.replicate((data, stacked), how.mesh)
     last = _carry(plan, data, stacked, saving)
