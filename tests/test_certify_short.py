@@ -223,7 +223,7 @@ def test_logits_may_be_shorter_than_the_samples(method):
         model = Model(lambda w, x: (jnp.maximum(x @ w, 0.0) @ w).astype(jnp.float32), w)
         low = certify.margin_bounds(model, x, y, norm=math.inf, eps=0.1, method=method)
     grid = np.linspace(-0.1, 0.1, 21)
-    points = np.array([[0.8 + a, 0.1 + b] for a in grid for b in grid if 0 <= 0.1 + b])
+    points = np.array([[0.8 + a, 0.1 + b] for a in grid for b in grid if 0.1 + b >= 0])
     w = np.asarray(w)
     logits = np.maximum(points @ w, 0.0) @ w
     least = np.min(logits[:, 0] - logits[:, 1])
