@@ -355,3 +355,13 @@ def test_ensembles_that_aim_at_classes_name_themselves_where_there_are_none():
         ensembles.wda_star(model, X, Y, **how)
     with pytest.raises(ValueError, match="fast follows single classes"):
         ensembles.fast(model, X, Y, eps=0.1, **how)
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_labels_that_are_counted_from_another_number_are_told(shift):
+    x = np.random.default_rng(0).uniform(size=(60, 6)).astype(np.float32)
+    labels = np.asarray(jnp.argmax(x @ W, axis=1)) + shift
+    fits = (labels >= 0) & (labels < 3)
+    x, labels = x[fits][:9], labels[fits][:9]
+    with pytest.warns(RobustnessWarning, match="0% of . samples .* classes are counted from 0"):
+        wdjax.search(PGD, PLAIN, x, labels, eps=0.01)

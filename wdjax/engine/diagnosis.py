@@ -38,6 +38,9 @@ _SATURATED = 1e-5
 """How near to 1 the largest probability is where softmax hides its gradients."""
 _MANY = 50
 """The least number of samples of which the clean accuracy is judged."""
+_FEW, _SHIFTED = 5, 0.7
+"""The least number of samples, and the share of them that is classified as the class beside the
+label, by which labels are told to be counted from 1."""
 _QUERIES = 30, 300
 """Queries of the random search in a second look, after two margin ascents of eight steps each; and
 where the attack was hardly better than noise."""
@@ -202,7 +205,7 @@ def say(name: str, remarks: Sequence[str]) -> None:
         warnings.warn(f"{name}: {'; '.join(remarks)}.", RobustnessWarning, stacklevel=_outside())
 
 
-def warn_of_logits(out: PyTree, clean: np.ndarray) -> None:
+def warn_of_logits(out: PyTree, y: np.ndarray, clean: np.ndarray) -> None:
     """Warns of logits with which an attack, or the whole question, goes wrong.
 
     * Probabilities that are 1 in floats have no gradients that lead to a mistake.
@@ -210,9 +213,11 @@ def warn_of_logits(out: PyTree, clean: np.ndarray) -> None:
       is not small beside the margins, as in logits that share a large number, distances are too
       long.
     * A clean accuracy of chance means other labels, another scale or another layout of the images.
+      If most predictions are the class beside the label, labels are counted from another number.
 
     Args:
       out: the model's outputs at the samples; other ones than logits ``[n, K]`` are not looked at.
+      y: ``[n]``, the labels.
       clean: ``[n]``, the criterion there.
     """
     leaves, right = jax.tree.leaves(out), clean < 0
@@ -237,7 +242,13 @@ def warn_of_logits(out: PyTree, clean: np.ndarray) -> None:
                 "and a flip must exceed that: distances are too long. Subtract what all logits "
                 "share"
             )
-    if n >= _MANY and classes > 1 and right.mean() <= 1 / classes:
+    beside = np.where(right, 0, np.argmax(logits, axis=1) - y)
+    if n >= _FEW and classes > 2 and max(np.mean(beside == 1), np.mean(beside == -1)) > _SHIFTED:
+        said.append(
+            f"{right.mean():.0%} of {n} samples are classified correctly, and most as the class "
+            "beside their label: classes are counted from 0"
+        )
+    elif n >= _MANY and classes > 1 and right.mean() <= 1 / classes:
         said.append(
             f"{right.mean():.0%} of {n} samples are classified correctly, no more than by chance: "
             "look at the labels, and at the scale and layout of the images"

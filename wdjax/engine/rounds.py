@@ -172,11 +172,11 @@ def _first_search(plan: Plan, request: Request) -> tuple[Plan, Search]:
     blocks = blocks.repeat(plan.devices, axis=1)
     given = samples.x, samples.y
     out, clean, fine = _whole(plan, blocks, lambda index: _evaluate(victim, *_rows(given, index)))
-    clean, fine = map(np.asarray, parallel.local((clean, fine)))
+    clean, fine, y = map(np.asarray, parallel.local((clean, fine, samples.y)))
     _refuse_faults(fine[:n])
     # In NumPy, so that nothing is compiled for each n.
     seen = jax.tree.map(lambda leaf: np.asarray(leaf)[:n], parallel.local(out))
-    diagnosis.warn_of_logits(seen, clean[:n])
+    diagnosis.warn_of_logits(seen, y[:n], clean[:n])
     samples = samples._replace(out=out)
     first = functools.partial(_first, plan.forms[0], victim, samples, start, keys)
     chosen = np.arange(whole) < n

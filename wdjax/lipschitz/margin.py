@@ -202,7 +202,9 @@ def margin_lipschitz(
       labels: ``[m]`` labels y; all by default.
 
     Returns:
-      ``[m, K]`` constants in logits per unit of ``x``, 0 for ``j = y``; sound against rounding.
+      ``[m, K]`` constants in logits per unit of ``x``, 0 for ``j = y``. They are of the function of
+      real numbers whose rounding is the program: their own rounding is charged, while the steps
+      between the program's floats, of bfloat16 above all, may be steeper.
 
     Raises:
       ValueError: bad shapes, no rule for a primitive, or a discontinuous one (rounding, signs).
@@ -243,9 +245,11 @@ def _constants(
     """
     norms.check_norm(norm)
     lower, upper = interval.check_ends(lower, upper)
+    if lower.ndim == 0:
+        raise ValueError(f"lower and upper must be those of a sample [*shape], got {lower!r}.")
     sample = jax.ShapeDtypeStruct((1, *lower.shape), lower.dtype)
-    out = jax.eval_shape(model, sample)
-    if lower.ndim == 0 or getattr(out, "ndim", 0) != 2 or out.shape[1] < 2:
+    out = validate.shapes_of(model, sample)
+    if getattr(out, "ndim", 0) != 2 or out.shape[1] < 2:
         raise ValueError(
             f"the model must return logits [1, K] with K >= 2 for a sample {list(lower.shape)}, "
             f"got {getattr(out, 'shape', out)}."
