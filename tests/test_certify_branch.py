@@ -256,6 +256,8 @@ def test_it_stops_when_time_is_over_and_refuses_what_has_none():
         certify.certified(model, x, y, method="bab", seconds=0, **how)
     with pytest.raises(ValueError, match="alpha"):
         certify.radius(model, x, y, norm=math.inf, method="bab")
+    with pytest.raises(ValueError, match="steps must be an integer of at least 0, got -1"):
+        certify.radius(model, x, y, norm=math.inf, steps=-1)
 
 
 @pytest.fixture

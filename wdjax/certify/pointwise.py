@@ -287,7 +287,7 @@ def radius(
     function theorem), and 0 where the radius is 0 or ``inf``; methods as for :func:`margin_bounds`.
 
     Raises:
-      ValueError: bad samples, a primitive without a rule, or ``method="bab"``.
+      ValueError: bad samples, a primitive without a rule, ``steps`` below 0 or ``method="bab"``.
 
     Cost: ``steps + 1`` times :func:`margin_bounds`.
 
@@ -302,6 +302,7 @@ def radius(
     ranges.check(model, x, y, norm, box)
     ball = ranges.domain(norm, box, x)
     scale = ranges.scales(scale, norm, x)
+    steps = validate.check_count("steps", steps, 0)
     validate.check_choice("method", method, METHODS)
     if method == "bab":
         raise ValueError('radius searches with every method but "bab"; "alpha" is the tightest.')

@@ -301,8 +301,9 @@ def _parity(model, x, value, result, order, fixed, reference, notes):
     if not error <= TOLERANCE:
         raise ValueError(
             f"outputs differ from the reference's by {error:.2g} of the largest, more than "
-            f"{TOLERANCE:g}. The import is wrong, or the model is very sensitive to rounding; "
-            "please report it with the file."
+            f"{TOLERANCE:g}. The import is wrong, or PyTorch's export of a module (it leaves some "
+            "settings out), or the model is very sensitive to rounding; please report it with the "
+            "file."
         )
     return error if reference is not None and not (why and fixed) else None
 
