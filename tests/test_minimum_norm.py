@@ -534,3 +534,22 @@ def test_a_far_walk_begins_at_the_scale_it_is_given(norm):
     assert distances[0.01].max() > 0.01
     assert distances[None].min() > 0.015
     np.testing.assert_array_equal(distances[None], distances[0.0])
+
+
+def test_more_steps_of_a_walk_lose_no_flip():
+    """The radius grew beyond the box before the first flip, and its steps ended in corners."""
+    rng = np.random.default_rng(1)
+    w = jnp.asarray(rng.normal(size=(24, 10)), jnp.float32)
+    x = jnp.asarray(rng.uniform(size=(24, 24)), jnp.float32)
+    model = wdjax.Model(lambda w, x: x @ w, w)
+    targets = (jnp.argmax(x @ w, axis=1) + 1 + rng.integers(0, 9, 24)) % 10
+
+    def target_led(out, y):
+        return -losses.margin(out, y)
+
+    few, many = (
+        wdjax.search(attacks.Walk(steps=steps), model, x, targets, criterion=target_led)
+        for steps in (40, 400)
+    )
+    assert np.all(few.success) & np.all(many.success)
+    assert np.all(many.distance <= 1.1 * few.distance)

@@ -201,7 +201,7 @@ class Walk:
         # is a flip, the radius grows all the same.
         stuck = jnp.isfinite(state.reach) & ~best.known
         reach = jnp.where(stuck, jnp.maximum(reach, (1 + _LEAST * share) * state.reach), reach)
-        reach = jnp.minimum(reach, best.cost)
+        reach = jnp.minimum(reach, jnp.minimum(best.cost, self.ball.diameter(x.shape[1:])))
         reach = jnp.where(state.taken == 0, jnp.minimum(reach, state.first), reach)
         step = norms.spread(size * reach, x) * nearest.direction(seen.gradient, norm)
         moved = self.ball.project(x + step, samples.x, reach)
