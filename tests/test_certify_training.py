@@ -242,6 +242,9 @@ def test_the_regularisers_are_those_of_shi_et_al():
         ({"attack": attacks.FMN()}, "stay within eps in the ball"),
         ({"regularise": -1.0}, "regularise"),
         ({"blend": "both"}, "blend"),
+        ({"warm": np.float32(-0.1)}, "warm"),
+        ({"small": np.float32(0.1)}, "no attack"),
+        ({"mix": jnp.asarray(1.5), "attack": attacks.PGD()}, "mix"),
     ],
 )
 def test_bad_schedules_are_refused(wrong, said):

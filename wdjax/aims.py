@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -131,6 +132,13 @@ def aim(
     return AttackAim(validate.settle(attack, dtype), budget, split)
 
 
+def _is_known(number: Any) -> bool:
+    """Whether it is one number whose value can be looked at: of Python, NumPy or JAX."""
+    if isinstance(number, np.generic | np.ndarray | jax.Array):
+        return np.ndim(number) == 0 and not validate.traced(number)
+    return isinstance(number, int | float)
+
+
 def _schedule(eps: Any, epochs: int) -> np.ndarray:
     """Checks radii ``[epochs]``."""
     radii = np.asarray(eps)
@@ -162,8 +170,8 @@ class Scheduled:
         object.__setattr__(self, "box", validate.check_box(self.box))
         validate.check_choice("blend", self.blend, get_args(Blend))
         numbers = self.warm, self.ramp, self.clean, self.mix, self.small
-        if not all(isinstance(number, int | float) for number in numbers):
-            return  # Traced, or a placeholder of JAX's pytree functions.
+        if not all(map(_is_known, numbers)):
+            return  # Traced, several, or a placeholder of JAX's pytree functions.
         if not 0 <= self.warm < self.ramp <= 1:
             raise ValueError(f"0 <= warm < ramp <= 1 must hold, got {self.warm!r}, {self.ramp!r}.")
         for name in ("clean", "mix", "small"):
