@@ -260,6 +260,13 @@ def test_a_certificate_goes_with_a_radius_and_without_an_attack():
             training.train(net, x, y, **how, **wrong)
 
 
+@pytest.mark.parametrize("wrong", [attacks.PGD(), "IBP", certify.trainable_bounds, True])
+def test_a_certificate_that_is_none_is_refused(wrong):
+    net, x, y = models.mlp((4, 3), key=jax.random.key(0)), jnp.full((2, 4), 0.5), jnp.array([0, 1])
+    with pytest.raises(ValueError, match="certificate must be bounds to train through"):
+        training.train(net, x, y, key=jax.random.key(0), certificate=wrong, eps=0.1)
+
+
 @pytest.mark.parametrize("weight", [2.0, -0.5, float("nan")])
 def test_a_weight_of_backward_bounds_lies_between_0_and_1(weight):
     """Beyond, the mean of two lower bounds is none."""

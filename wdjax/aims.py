@@ -106,6 +106,11 @@ def aim(
         raise ValueError(
             f"either an attack, a certificate or noise: got {' and '.join(map(repr, given))}."
         )
+    if certificate is not None and not callable(getattr(certificate, "margins", None)):
+        raise ValueError(
+            "certificate must be bounds to train through, such as certify.CertifiedTraining(), got "
+            f"{certificate!r}."
+        )
     either = certificate if attack is None else attack
     if (kappa is not None and attack is None) or (eps is not None and either is None):
         raise ValueError(
