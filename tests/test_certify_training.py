@@ -260,6 +260,17 @@ def test_a_certificate_goes_with_a_radius_and_without_an_attack():
             training.train(net, x, y, **how, **wrong)
 
 
+def test_samples_lie_in_the_box_of_the_certificate():
+    net, y = models.mlp((2, 3), key=jax.random.key(0)), jnp.array([0, 1])
+    x = jnp.array([[1.5, 0.2], [0.3, 1.8]])
+    how = {"key": jax.random.key(0), "epochs": 1, "eps": 0.1}
+    for box in ((0.0, 2.0), None):
+        proof = certify.CertifiedTraining(box=box)
+        assert jnp.isfinite(training.train(net, x, y, certificate=proof, **how).history.loss).all()
+    with pytest.raises(ValueError, match=r"outside the box \[0, 1.2"):
+        training.train(net, x, y, certificate=certify.CertifiedTraining(box=(0.0, 1.2)), **how)
+
+
 @pytest.mark.parametrize("wrong", [attacks.PGD(), "IBP", certify.trainable_bounds, True])
 def test_a_certificate_that_is_none_is_refused(wrong):
     net, x, y = models.mlp((4, 3), key=jax.random.key(0)), jnp.full((2, 4), 0.5), jnp.array([0, 1])

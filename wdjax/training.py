@@ -94,7 +94,7 @@ def train(
         :func:`wdjax.models.functional` the ``nnx.Param`` are trained; in the loss BatchNorm
         normalises by the batch and updates its averages, and dropout is active, as in Flax. Attacks
         and bounds use the model in inference mode. Of any other pytree all leaves are trained.
-      x: ``[n, *shape]`` floats in ``[0, 1]``.
+      x: ``[n, *shape]`` floats in the box of the attack or certificate; else in ``[0, 1]``.
       y: ``[n]`` integer labels.
       key: a typed ``jax.random.key``; with equal arguments, equal keys give equal parameters.
       epochs: passes over the data.
@@ -156,7 +156,8 @@ def train(
     x, size = validate.on_device(x), min(batch_size, len(y))
     steps = epochs * (len(y) // size)
     aim = aims.aim(attack, certificate, noise, eps, kappa, x.dtype, steps, epochs)
-    x, y = validate.check_samples(model, x, y, (0.0, 1.0) if attack is None else attack.ball.box)
+    either = certificate if attack is None else attack
+    x, y = validate.check_samples(model, x, y, (0.0, 1.0) if either is None else either.ball.box)
     if not jax.tree.leaves(models.parameters(model)):
         raise ValueError("the model has no parameters; train it with its framework.")
     optimizer = optimizer or default_optimizer(steps)
