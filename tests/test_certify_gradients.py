@@ -147,3 +147,18 @@ def test_smooth_functions_have_finite_gradients(name):
         p = scale * jnp.array([[1.0, 0.0, 0.5], [1.0, 0.0, 0.0]]), jnp.eye(3)[:, :2]
         for leaf in jax.tree.leaves(margins((p, jnp.asarray(eps)))):
             assert np.isfinite(leaf).all(), (scale, eps)
+
+
+@pytest.mark.parametrize("method", ["interval", "crown", "alpha", "auto"])
+def test_samples_whose_type_a_model_leaves_are_refused_in_words(method):
+    p = weights(2, 4), weights(4, 2)
+    x, y, how = jnp.full((2, 2), 0.5), jnp.array([0, 1]), {"norm": math.inf, "eps": 0.05}
+
+    def apply(p, x):
+        return jax.nn.relu(x @ p[0]) @ p[1]
+
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), p)
+    low = certify.margin_bounds(Model(apply, narrow), x, y, method=method, **how)
+    assert low.dtype == jnp.float64
+    with pytest.raises(ValueError, match=r"pass x.astype\(np.float64\)"):
+        certify.margin_bounds(Model(apply, p), x.astype(jnp.float32), y, method=method, **how)

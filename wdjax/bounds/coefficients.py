@@ -42,7 +42,12 @@ class Whole(NamedTuple):
 
     def behind(self, linear: Linear, shape: tuple[int, ...]) -> "Whole":
         """The coefficients of ``linear``'s operand, which has this ``shape``."""
-        _, pull = loops.linear_pullback(linear, jnp.zeros(shape, self.a.dtype), self.a)
+        out, pull = loops.linear_pullback(linear, jnp.zeros(shape, self.a.dtype), self.a)
+        if out.dtype != self.a.dtype:
+            raise ValueError(
+                f"x is {self.a.dtype} and the model computes in {out.dtype} of it, as with weights "
+                f"of that type; bounds are in one type: pass x.astype(np.{out.dtype})."
+            )
         return Whole(jax.vmap(jax.vmap(pull))(self.a))
 
 
