@@ -284,3 +284,13 @@ def test_a_weight_of_backward_bounds_lies_between_0_and_1(weight):
     model, x = Model(lambda w, x: x @ w, jnp.eye(2)), jnp.array([[0.9, 0.1]])
     with pytest.raises(ValueError, match=r"backward must be .* in \[0, 1\]"):
         certify.trainable_bounds(model, x, jnp.array([0]), norm=2, eps=0.1, backward=weight)
+
+
+@pytest.mark.parametrize("backward", [None, 1.0])
+def test_labels_that_are_no_classes_have_no_bounds(backward):
+    """JAX would count -1 from the end, or bound a logit alone."""
+    model, x = Model(lambda w, x: x @ w, jnp.eye(2)), jnp.array([[0.9, 0.1]] * 4)
+    how = {"norm": math.inf, "eps": 0.1, "box": None, "backward": backward}
+    low = certify.trainable_bounds(model, x, jnp.array([0, -1, 2, -3]), **how)
+    assert low[0, 1] == pytest.approx(0.6, abs=1e-4)
+    assert (low[1:] == -math.inf).all()

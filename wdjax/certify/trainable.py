@@ -148,7 +148,7 @@ def trainable_bounds(
 
     Returns:
       ``[n, K]`` bounds, inf at ``j = y``, sound for the float program up to the rounding of the
-      mean by ``backward``.
+      mean by ``backward``; -inf where a label is no class.
 
     Raises:
       ValueError: a bad model, samples, radius, norm or box.
@@ -183,7 +183,9 @@ def trainable_bounds(
             near = jnp.take_along_axis(low, rivals, axis=1)
             mixed = jnp.where(jnp.isfinite(near), share * tight + (1 - share) * near, -jnp.inf)
             low = low.at[rows[:, None], rivals].set(mixed)
-    return jnp.where(independence.holds(model, x, alike=True), low, -jnp.inf)
+    known_label = (y >= 0) & (y < low.shape[1])
+    sound = independence.holds(model, x, alike=True) & known_label
+    return jnp.where(sound[:, None], low, -jnp.inf)
 
 
 def _unsteadiness(model: Classifier, ball: Region) -> Array:
