@@ -136,6 +136,8 @@ def trainable_bounds(
 ) -> Array:
     r"""Lower bounds of margins as of :func:`certify.margin_bounds`, differentiable in the model.
 
+    The same numbers as there are held fixed in gradients; without ``backward`` no slopes are.
+
     Args:
       model: a pytree callable ``[n, *shape] -> [n, K]``.
       x: ``[n, *shape]`` floats in the box.
