@@ -60,7 +60,7 @@ def _lines(program: ClosedJaxpr, lower: Array, upper: Array) -> tuple[Array, ...
     tops = jnp.stack([heights[:-1], -heights[:-1]])
     above, below = jax.vmap(lambda tops: _hull(cuts[:-1], tops, middle))(tops)
     tangents = steep[0], steep[-1], steep[-2]
-    slopes = lax.stop_gradient(jnp.stack([0 * lower, above, -below, *tangents]))
+    slopes = jnp.stack([0 * lower, above, -below, *tangents])
     (slopes,) = single(jnp.where(jnp.isfinite(slopes), slopes, 0.0))
 
     def cell(found: Ends, k: Array) -> tuple[Ends, None]:
@@ -116,10 +116,14 @@ def _tanh_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
 def _hull(at: Array, heights: Array, middle: Array) -> Array:
     """The slope at ``middle``, a scalar, of the concave hull of points ``(at, heights)``, ``[P]``.
 
-    Its edge there is the chord across the middle that is highest at the middle.
+    Its edge there is the chord across the middle that is highest at the middle. Chords so short
+    that their derivatives overflow count as fixed.
     """
     left, right = at[:, None], at[None]
-    slopes = (heights[None] - heights[:, None]) / (right - left)
+    rise, run = heights[None] - heights[:, None], right - left
+    short = jnp.abs(run) < jnp.sqrt(jnp.finfo(at.dtype).tiny)
+    fixed = lax.stop_gradient(rise / run)
+    slopes = jnp.where(short, fixed, jnp.where(short, 0.0, rise) / jnp.where(short, 1.0, run))
     level = heights[:, None] + slopes * (middle - left)
     across = (left < middle) & (middle < right) & ~jnp.isnan(level)
     return jnp.take(slopes, jnp.argmax(jnp.where(across, level, -jnp.inf)))

@@ -92,9 +92,8 @@ def margin_bounds(
 
     With "interval", "crown" and "sdp-crown" it has gradients in ``model``, ``x`` and ``eps``, which
     are those of the returned bound with some of its numbers held fixed: the dual multiplier of an
-    l1 or l2 ball, and the slopes of the lines of sines and of functions that are fused, such as
-    GELU, SiLU and softplus. Through these a gradient may be off by a quarter, through sines by
-    more. "auto" and "alpha" have derivatives in forward mode only.
+    l1 or l2 ball, and the slopes of the lines of sines. "auto" and "alpha" have derivatives in
+    forward mode only.
 
     Cost: a few forward passes, ``K - 1`` backward passes a sample, and for every unstable neuron
       two through the layers before it; a gradient about five times that.
