@@ -150,6 +150,16 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     assert capsys.readouterr().err == f"wdjax: {tmp_path} is a folder; name a file.\n"
 
 
+@pytest.mark.parametrize("option", ["--points", "--plot"])
+def test_only_json_is_stdout(given, capsys, tmp_path, option, monkeypatch):
+    *_, command = given
+    monkeypatch.setattr(convert, "load", lambda *a: pytest.fail("the work had begun"))
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, option, "-"]) == 2
+    assert "only --json writes to stdout" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -139,6 +139,8 @@ def check_paths(parsed: argparse.Namespace, *paths: Path | None) -> None:
     json = getattr(parsed, "json", "-")
     for path in (*paths, None if json == "-" else json):
         if path is not None:
+            if str(path) == "-":
+                raise ValueError("only --json writes to stdout for -; name a file instead.")
             atomic.check_writable(path)
     if parsed.checkpoint is not None:
         tasks.check_writable(parsed.checkpoint)
