@@ -160,6 +160,15 @@ def test_only_json_is_stdout(given, capsys, tmp_path, option, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["p.pdf", "p.gif", "p.xyz", "p"])
+def test_a_plot_is_refused_under_a_name_that_is_no_png(given, capsys, tmp_path, name, monkeypatch):
+    *_, command = given
+    monkeypatch.setattr(convert, "load", lambda *a: pytest.fail("the work had begun"))
+    assert main([*command, "--plot", str(tmp_path / name)]) == 2
+    assert "name a file that ends in .png" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "options",
     [

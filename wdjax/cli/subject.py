@@ -142,6 +142,9 @@ def check_paths(parsed: argparse.Namespace, *paths: Path | None) -> None:
             if str(path) == "-":
                 raise ValueError("only --json writes to stdout for -; name a file instead.")
             atomic.check_writable(path)
+    plot = getattr(parsed, "plot", None)
+    if plot is not None and plot.suffix.lower() != ".png" and (plot.is_file() or not plot.exists()):
+        raise ValueError(f"--plot draws a PNG: name a file that ends in .png, got {plot}.")
     if parsed.checkpoint is not None:
         tasks.check_writable(parsed.checkpoint)
     elif parsed.every is not None:
