@@ -202,6 +202,18 @@ def test_a_folder_is_a_model_of_the_command_line(tmp_path):
         convert.load_huggingface(folder)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("vit", (20, 20)), ("vit", (8, 32)), ("swin", (226, 226))]
+)
+def test_images_of_another_size_are_refused(tmp_path, kind, shape):
+    """Their patches are as many, but do not reach the border, or lie elsewhere."""
+    model = convert.load_huggingface(folder_of(tmp_path / kind, kind)).model
+    side = TYPES[kind][2]
+    with pytest.raises(ValueError, match=f"takes images of {side} x {side}, got"):
+        model(np.zeros((2, *shape, 3), np.float32))
+
+
 KEY = "vit.encoder.layer.0.attention.attention.key.weight"
 
 

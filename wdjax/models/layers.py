@@ -214,6 +214,12 @@ def identity(x):
     return x
 
 
+def check_side(x, side):
+    """Raises unless images are as large as tokens' positions are for: patches leave a rest out."""
+    if x.shape[1:3] != (side, side):
+        raise ValueError(f"the model takes images of {side} x {side}, got {list(x.shape)}.")
+
+
 def standardize(x):
     """Each image minus its mean, over its unbiased standard deviation (at least 1 / sqrt(size)).
 

@@ -16,6 +16,7 @@ from wdjax.models.layers import (
     MeanSparse,
     Net,
     beside,
+    check_side,
     classes_of,
     common,
     extent,
@@ -221,6 +222,7 @@ class Swin(Net):
         self.stores_buffers = layout == "microsoft"
 
     def features(self, x):
+        check_side(x, 224)
         x = self.patch_embed.norm(self.patch_embed.proj(self.normalize(x)))
         for stage in self.layers:
             if self.layout == "timm" and hasattr(stage, "downsample"):

@@ -11,6 +11,7 @@ from wdjax.models.layers import (
     LayerNorm,
     Linear,
     Net,
+    check_side,
     classes_of,
     extent,
     identity,
@@ -88,7 +89,7 @@ class ViT(Net):
             )
         if side % patch or (planes is not None and patch != 16):
             raise ValueError(f"patches of {patch} x {patch} do not tile images of {side} x {side}.")
-        self.normalize = normalize
+        self.normalize, self.side = normalize, side
         self.cls_token = parameter(rngs, (1, 1, width))
         self.pos_embed = parameter(
             rngs, (1, (side // patch) ** 2 + 1, width), jax.nn.initializers.normal(0.02)
@@ -107,6 +108,7 @@ class ViT(Net):
         self.head = Linear(width, classes, rngs=rngs)
 
     def features(self, x):
+        check_side(x, self.side)
         x = self.patch_embed.proj(self.normalize(x))
         x = x.reshape(len(x), -1, x.shape[-1])
         cls = jnp.broadcast_to(self.cls_token[...], (len(x), 1, x.shape[-1]))
