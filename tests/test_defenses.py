@@ -243,7 +243,7 @@ def test_rmc_finds_its_neighbours_and_goes_on(digits, key):
     assert np.abs(kernels[-1] - kernels[2]).max() > 0
     with pytest.raises(ValueError, match="rounds of 1"):
         games.play(defense, attack, *test, **how)
-    with pytest.raises(ValueError, match="set neighbours"):
+    with pytest.raises(ValueError, match="pass more training samples or set neighbours"):
         games.prepare(games.RMC(model=net), *train, key=key)
     attack = games.transfer(INNER)
     for memory, said in (((), "got tuple"), ({"x": train[0]}, "got .'x'.")):

@@ -94,7 +94,8 @@ class RMC:
         if len(y) * (1 + self.copies) < self.neighbours:
             raise ValueError(
                 f"{self.neighbours} neighbours need as many augmented samples, got {len(y)} "
-                f"training samples and {self.copies} copies of each; set neighbours."
+                f"training samples and {self.copies} copies of each; pass more "
+                "training samples or set neighbours."
             )
 
         def attacked(number: Array) -> Array:
