@@ -343,6 +343,10 @@ def test_a_loss_that_does_not_follow_the_criterion_gets_a_second_look():
     with pytest.warns(RobustnessWarning, match="a second look"):
         several = ensembles.cascade({"one": attack}, *given, eps=0.7, key=KEY, criterion=target_led)
     np.testing.assert_array_equal(several.overlooked, found.overlooked)
+    # In linf margin ascent, of the attack and of the first looks, swings between rivals.
+    kinked = attacks.PGD(steps=40, loss=target_led)
+    with pytest.warns(RobustnessWarning, match="a second look"):
+        wdjax.search(kinked, *given, eps=0.35, criterion=target_led)
     for suite in (ensembles.autoattack, ensembles.a3, ensembles.a3_wda):
         with pytest.raises(ValueError, match="does not take criterion"):
             suite(*given, eps=0.7, key=KEY, criterion=target_led)

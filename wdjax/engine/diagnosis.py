@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wdjax import losses, transport
-from wdjax.attacks import PGD, MarginPGD, Points, SigmaZero, Square, ascent
+from wdjax.attacks import FMN, PGD, MarginPGD, Points, SigmaZero, Square, ascent
 from wdjax.balls import Lp
 from wdjax.checks import validate
 from wdjax.core import AnyArray, Attack, Found, PyTree
@@ -117,7 +117,7 @@ def _looked_at(
     blind, doubted = _is_blind(found, attack, clean), mine < _NOISE * noise
     doubted |= own or (attack.budget == "sample" and bool(np.all(far)))
     if blind or doubted:
-        broken, failed = _overlooked(found, ball, radius, _QUERIES[doubted], again)
+        broken, failed = _overlooked(found, ball, radius, _QUERIES[doubted], again, own)
         found = replace(found, overlooked=broken) if blind or broken.any() else found
     if mine >= noise:
         return found, failed
@@ -287,18 +287,21 @@ def _chosen(found: Found) -> np.ndarray:
 
 
 def _overlooked(
-    found: Found, ball: Lp, radius: Any, queries: int, again: Search
+    found: Found, ball: Lp, radius: Any, queries: int, again: Search, own: bool
 ) -> tuple[np.ndarray, list[str]]:
     """``[n]``: up to 100 survivors that margin ascent or random search breaks after all.
 
     ``again(attack, eps=, only=, key=)`` searches as before with another attack. What was attacked
     by queries alone may have no derivative, as a host callback: which looks failed, and by what
-    error, is told besides.
+    error, is told besides. An ``own`` criterion may have kinks, where margin ascent swings between
+    classes; the short steps of FMN do not.
     """
     left, by_gradients = _chosen(found), bool(np.any(np.asarray(found.gradients)))
     broken, failed = np.zeros_like(left), dict[str, None]()
     looks: list[Attack]
     looks = [MarginPGD(ball), MarginPGD(ball, far=True), Square(ball, queries=queries)]
+    if own:
+        looks.append(FMN(ball, steps=50))
     if ball.norm == 0:
         signs = PGD(ball, steps=queries, loss=losses.margin, random_start=True)
         looks = [signs, SigmaZero(ball, steps=queries)]

@@ -82,8 +82,8 @@ def search(
         more than half of the gradients are zero, or margins do not rise, attack up to 100 of the
         samples that survived again, by margin ascent and random search, about 60 passes each; 330
         where margins rise less than twice as much as by random noise of the same size, where
-        ``eps`` is half of the box's diameter or more, or for a ``criterion`` of your own, which the
-        loss of many an attack does not follow.
+        ``eps`` is half of the box's diameter or more; 380 for a ``criterion`` of your own, which
+        the loss of many an attack does not follow.
       transductive: allow a model whose outputs depend on the whole batch; inside a trace only,
         where the batch is never split.
       batch_size: samples on all devices at once; by default what memory allows, but 16 to 128 a
