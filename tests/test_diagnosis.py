@@ -347,6 +347,13 @@ def test_a_loss_that_does_not_follow_the_criterion_gets_a_second_look():
     kinked = attacks.PGD(steps=40, loss=target_led)
     with pytest.warns(RobustnessWarning, match="a second look"):
         wdjax.search(kinked, *given, eps=0.35, criterion=target_led)
+
+    # A criterion without derivatives, as of a host callback, may judge an attack with a loss.
+    def judged(out, y):
+        return jax.pure_callback(lambda out, y: np.float32(target_led(out, y)), y * 1.0, out, y)
+
+    with pytest.warns(RobustnessWarning, match="a second look by MarginPGD failed"):
+        wdjax.search(attack, *given, eps=0.7, key=KEY, criterion=judged)
     for suite in (ensembles.autoattack, ensembles.a3, ensembles.a3_wda):
         with pytest.raises(ValueError, match="does not take criterion"):
             suite(*given, eps=0.7, key=KEY, criterion=target_led)

@@ -229,7 +229,7 @@ def test_wda_star_never_leaves_a_flip_that_it_is_given():
     assert np.any(kept < closer * 0.99)
     np.testing.assert_array_equal(found.success, jnp.argmax(model(found.x_adv), -1) != y)
     assert np.all((found.x_adv >= 0) & (found.x_adv <= 1))
-    with pytest.raises(ValueError, match="start must be"):
+    with pytest.raises(ValueError, match="start must have the shape of x"):
         ensembles.wda_star(model, x, y, key=jax.random.key(1), passes=21, start=points[:3])
 
 

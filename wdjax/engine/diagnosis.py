@@ -53,6 +53,7 @@ _FAR = 0.5
 P = ParamSpec("P")
 T = TypeVar("T")
 Search = Callable[..., Found]
+Criterion = Callable[[PyTree, Any], Any]
 
 
 class RobustnessWarning(UserWarning):
@@ -67,7 +68,7 @@ def diagnose(
     eps: Any,
     again: Search,
     name: str = "",
-    own: bool = False,
+    own: Criterion | None = None,
 ) -> Found:
     """Warns of what makes a result doubtful; if the attack was blind, takes a second look first.
 
@@ -79,7 +80,7 @@ def diagnose(
       eps: the radius of the search, or None.
       again: ``(attack, eps=, only=, key=, start=) -> Found``, another search of the same samples.
       name: for the warning; by default the attack's class.
-      own: whether the criterion is the user's own.
+      own: the criterion, if it is the user's own.
 
     Returns:
       ``found``, with ``overlooked`` set if the attack was blind, or if another one breaks more and
@@ -103,7 +104,7 @@ def _looked_at(
     x: AnyArray,
     radius: Any,
     again: Search,
-    own: bool,
+    own: Criterion | None,
 ) -> tuple[Found, list[str]]:
     """The result after a second look, if the attack deserves one, and what else is to be said.
 
@@ -115,7 +116,7 @@ def _looked_at(
         mine, noise = _gains(found, ball, clean, np.asarray(x), radius, again)
     far = radius >= _FAR * ball.diameter(found.x_adv.shape[1:])
     blind, doubted = _is_blind(found, attack, clean), mine < _NOISE * noise
-    doubted |= own or (attack.budget == "sample" and bool(np.all(far)))
+    doubted |= own is not None or (attack.budget == "sample" and bool(np.all(far)))
     if blind or doubted:
         broken, failed = _overlooked(found, ball, radius, _QUERIES[doubted], again, own)
         found = replace(found, overlooked=broken) if blind or broken.any() else found
@@ -287,7 +288,7 @@ def _chosen(found: Found) -> np.ndarray:
 
 
 def _overlooked(
-    found: Found, ball: Lp, radius: Any, queries: int, again: Search, own: bool
+    found: Found, ball: Lp, radius: Any, queries: int, again: Search, own: Criterion | None
 ) -> tuple[np.ndarray, list[str]]:
     """``[n]``: up to 100 survivors that margin ascent or random search breaks after all.
 
@@ -299,11 +300,12 @@ def _overlooked(
     left, by_gradients = _chosen(found), bool(np.any(np.asarray(found.gradients)))
     broken, failed = np.zeros_like(left), dict[str, None]()
     looks: list[Attack]
-    looks = [MarginPGD(ball), MarginPGD(ball, far=True), Square(ball, queries=queries)]
-    if own:
+    loss = losses.margin if own is None else own
+    looks = [MarginPGD(ball), MarginPGD(ball, far=True), Square(ball, queries=queries, loss=loss)]
+    if own is not None:
         looks.append(FMN(ball, steps=50))
     if ball.norm == 0:
-        signs = PGD(ball, steps=queries, loss=losses.margin, random_start=True)
+        signs = PGD(ball, steps=queries, loss=loss, random_start=True)
         looks = [signs, SigmaZero(ball, steps=queries)]
     for number, look in enumerate(looks):
         if left.any():
@@ -311,7 +313,7 @@ def _overlooked(
             try:
                 seen = again(look, eps=reach, only=left, key=jax.random.key(number))
             except (ValueError, NotImplementedError) as error:
-                if by_gradients or isinstance(look, Square):
+                if own is None and (by_gradients or isinstance(look, Square)):
                     raise
                 failed[f"a second look by {type(look).__name__} failed: {error}"] = None
                 continue
