@@ -284,6 +284,11 @@ def test_a_weight_of_backward_bounds_lies_between_0_and_1(weight):
     model, x = Model(lambda w, x: x @ w, jnp.eye(2)), jnp.array([[0.9, 0.1]])
     with pytest.raises(ValueError, match=r"backward must be .* in \[0, 1\]"):
         certify.trainable_bounds(model, x, jnp.array([0]), norm=2, eps=0.1, backward=weight)
+    net = models.mlp((2, 3, 2), key=jax.random.key(0))
+    how = {"norm": 2, "eps": 0.1}
+    traced = jax.jit(lambda w: certify.trainable_bounds(net, x, jnp.array([0]), backward=w, **how))
+    ends = [traced(jnp.float32(end))[0, 1] for end in (0, 1)]
+    assert traced(jnp.float32(weight))[0, 1] in (*ends, -math.inf)
 
 
 @pytest.mark.parametrize("backward", [None, 1.0])

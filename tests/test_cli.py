@@ -150,22 +150,23 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     assert capsys.readouterr().err == f"wdjax: {tmp_path} is a folder; name a file.\n"
 
 
-@pytest.mark.parametrize("option", ["--points", "--plot"])
-def test_only_json_is_stdout(given, capsys, tmp_path, option, monkeypatch):
+@pytest.mark.parametrize(
+    ("option", "name", "said"),
+    [
+        ("--points", "-", "only --json writes to stdout"),
+        ("--plot", "-", "only --json writes to stdout"),
+        ("--plot", "p.pdf", "name a file that ends in .png"),
+        ("--plot", "p", "name a file that ends in .png"),
+    ],
+)
+def test_files_are_refused_under_names_that_say_something_else(
+    given, capsys, tmp_path, option, name, said, monkeypatch
+):
     *_, command = given
     monkeypatch.setattr(convert, "load", lambda *a: pytest.fail("the work had begun"))
     monkeypatch.chdir(tmp_path)
-    assert main([*command, option, "-"]) == 2
-    assert "only --json writes to stdout" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["p.pdf", "p.gif", "p.xyz", "p"])
-def test_a_plot_is_refused_under_a_name_that_is_no_png(given, capsys, tmp_path, name, monkeypatch):
-    *_, command = given
-    monkeypatch.setattr(convert, "load", lambda *a: pytest.fail("the work had begun"))
-    assert main([*command, "--plot", str(tmp_path / name)]) == 2
-    assert "name a file that ends in .png" in capsys.readouterr().err
+    assert main([*command, option, name]) == 2
+    assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

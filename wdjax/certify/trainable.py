@@ -183,7 +183,8 @@ def trainable_bounds(
             contrasts = margins.contrasts(state.network, y, rivals)
             tight = passes.backward(state, contrasts, margins.each(y)).T
             near = jnp.take_along_axis(low, rivals, axis=1)
-            mixed = jnp.where(jnp.isfinite(near), share * tight + (1 - share) * near, -jnp.inf)
+            mixed = share * tight + (1 - share) * near
+            mixed = jnp.where(jnp.isfinite(mixed), mixed, -jnp.inf)  # A traced weight may be NaN.
             low = low.at[rows[:, None], rivals].set(mixed)
     known_label = (y >= 0) & (y < low.shape[1])
     sound = independence.holds(model, x, alike=True) & known_label

@@ -134,16 +134,17 @@ def check_criterion(criterion: Any) -> None:
         )
 
 
-def refuse_criterion(name: str, options: Mapping[str, Any]) -> None:
-    """Raises if the options of an ensemble whose losses are fixed have another criterion.
+ANY_MISTAKE = (
+    "its losses are those of any mistake. Use fast or wda_star, whose attacks follow a criterion, "
+    "or cascade of attacks with a loss of it"
+)
+"""Why ensembles of attacks with fixed losses refuse a criterion: they would miss what it asks."""
 
-    Its attacks would raise these losses all the same, and miss what the criterion asks for.
-    """
+
+def refuse_criterion(name: str, options: Mapping[str, Any], why: str = ANY_MISTAKE) -> None:
+    """Raises if the options of an ensemble that follows no other criterion have one."""
     if "criterion" in options:
-        raise ValueError(
-            f"{name} does not take criterion: its losses are those of any mistake. Use fast or "
-            "wda_star, whose attacks follow a criterion, or cascade of attacks with a loss of it."
-        )
+        raise ValueError(f"{name} does not take criterion: {why}.")
 
 
 def check_each(what: str, value: Any, n: int) -> Any:

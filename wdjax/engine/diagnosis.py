@@ -40,7 +40,7 @@ _MANY = 50
 """The least number of samples of which the clean accuracy is judged."""
 _FEW, _SHIFTED = 5, 0.7
 """The least number of samples, and the share of them that is classified as the class beside the
-label, by which labels are told to be counted from 1."""
+label, by which labels are told not to be counted from 0."""
 _QUERIES = 30, 300
 """Queries of the random search in a second look, after two margin ascents of eight steps each; and
 where the attack was hardly better than noise."""
@@ -68,7 +68,7 @@ def diagnose(
     eps: Any,
     again: Search,
     name: str = "",
-    own: Criterion | None = None,
+    criterion: Criterion = losses.decision_margin,
 ) -> Found:
     """Warns of what makes a result doubtful; if the attack was blind, takes a second look first.
 
@@ -80,17 +80,18 @@ def diagnose(
       eps: the radius of the search, or None.
       again: ``(attack, eps=, only=, key=, start=) -> Found``, another search of the same samples.
       name: for the warning; by default the attack's class.
-      own: the criterion, if it is the user's own.
+      criterion: what the search asked for.
 
     Returns:
       ``found``, with ``overlooked`` set if the attack was blind, or if another one breaks more and
-      this one was hardly better than noise, had half of the box to search or an ``own`` criterion.
+      this one was hardly better than noise, had half of the box to search or a user's criterion.
     """
     said = _missed(found, attack)
     if isinstance(attack.ball, Lp) and _standing(found).any():
         farthest = attack.ball.diameter(found.x_adv.shape[1:])
         radius = np.asarray(farthest if attack.budget == "none" else eps)
         if np.all(np.isfinite(radius)) and np.any(radius > 0):
+            own = None if criterion is losses.decision_margin else criterion
             found, doubts = _looked_at(found, attack, clean, x, radius, again, own)
             said += doubts
     warn(name or type(attack).__name__, found, *said)
@@ -108,7 +109,8 @@ def _looked_at(
 ) -> tuple[Found, list[str]]:
     """The result after a second look, if the attack deserves one, and what else is to be said.
 
-    Arguments are those of :func:`diagnose`; ``radius`` is how far the search could go.
+    Arguments are those of :func:`diagnose`; ``radius`` is how far the search could go, ``own`` the
+    criterion if it is the user's.
     """
     ball, mine, noise, failed = attack.ball, 0.0, 0.0, list[str]()
     assert isinstance(ball, Lp)

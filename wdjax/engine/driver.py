@@ -159,8 +159,7 @@ def search(
             search, model=model, x=x, y=y, criterion=criterion, mask=mask, index=index,
             diagnose=False, batch_size=batch_size, mesh=mesh,
         )  # fmt: skip
-        own = None if criterion is losses.decision_margin else criterion
-        found = diagnosis.diagnose(found, named, clean, x, eps, again, own=own)
+        found = diagnosis.diagnose(found, named, clean, x, eps, again, criterion=criterion)
     return found if form is None else replace(found, x_adv=form.tree(found.x_adv))
 
 
@@ -202,9 +201,8 @@ def looked_again(
     nobody = np.zeros(len(found.cost), bool)
     unmoved = search(attack, model, x, y, eps=eps, key=key, only=nobody, **how)
     again = functools.partial(search, model=model, x=x, y=y, **how)
-    clean, own = np.asarray(unmoved.margin), options.get("criterion")
-    own = None if own is losses.decision_margin else own
-    return diagnosis.diagnose(found, attack, clean, x, eps, again, name, own)
+    clean, criterion = np.asarray(unmoved.margin), options.get("criterion", losses.decision_margin)
+    return diagnosis.diagnose(found, attack, clean, x, eps, again, name, criterion)
 
 
 def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:

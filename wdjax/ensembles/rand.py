@@ -165,8 +165,7 @@ def rand(
     [True, False]
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
-    if "criterion" in options:
-        raise ValueError("rand does not take criterion: a sample is broken if most draws say so.")
+    validate.refuse_criterion("rand", options, "a sample is broken if most draws say so")
     # Draws that misclassify a sample say little of the final ones, which may not.
     unskipped = options | {"skip_misclassified": False}
     seen, ranking, final, search_key = jax.random.split(key, 4)

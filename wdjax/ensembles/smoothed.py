@@ -91,8 +91,7 @@ def smoothed(
     arguments.check("eps", attack=attack, model=model, x=x, y=y, noise=noise, eps=eps, key=key)
     twin = "wdjax.search on smoothing.soft, which can be traced"
     host_only("ensembles.smoothed", twin, attack, model, x, y, noise, eps, key)
-    if "criterion" in options:
-        raise ValueError("smoothed does not take criterion: a flip is what the votes show.")
+    validate.refuse_criterion("smoothed", options, "a flip is what the votes show")
     factors = _factors(stretch)
     soft_key, search, ask = jax.random.split(key, 3)
     level = _level(alpha, votes, len(factors) + 1)
