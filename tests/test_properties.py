@@ -147,22 +147,28 @@ def test_leaves_are_not_bounded_if_subdomains_of_a_small_net_suffice(most, monke
     monkeypatch.setattr(sys.modules["wdjax.certify.properties"], "_FEW", 0)
     monkeypatch.setattr(in_turn, "_SMALL", most)
     monkeypatch.setattr(in_turn, "SubdomainSearch", Proving)
-    batches, bounds = [], leaves.bounds
+    batches, asked, bounds, root = [], [], leaves.bounds, leaves.root
 
     def counted(*args, **options):
         batches.append(args)
         return bounds(*args, **options)
 
+    def noted(model, problem, norm, method="alpha"):
+        asked.append(method)
+        return root(model, problem, norm, method)
+
     monkeypatch.setattr(leaves, "bounds", counted)
+    monkeypatch.setattr(leaves, "root", noted)
     row, box = np.array([1.0, -1.0]), (-np.ones(IN), np.ones(IN))
     low, _ = least(random_net(0), *box, row)
     target = Specification([(row[None], [low - 1e-2])])
     found = property(Model(relu_net, random_net(0)), *box, target, **HOW)
     assert found.status == "holds"
     assert bool(batches) == (most == 0)
+    assert asked == ["crown"] + ["alpha"] * (most == 0)
 
 
-@pytest.mark.parametrize(("gap", "methods"), [(-0.1, ["crown"]), (1e-2, ["crown", "alpha"])])
+@pytest.mark.parametrize(("gap", "methods"), [(-0.5, ["crown"]), (1e-2, ["crown", "alpha"])])
 def test_slopes_of_all_layers_are_optimised_only_if_splits_within_crown_do_not_suffice(
     gap, methods, monkeypatch
 ):

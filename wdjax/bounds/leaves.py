@@ -10,7 +10,7 @@ Source: Wang et al. [wang2021]; the neurons to split, De Palma et al. [depalma20
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
-from wdjax import distinct
+from wdjax import distinct, loops
 from wdjax.bounds import crown, linear_outputs, margins, passes, region, slopes
 from wdjax.bounds.coefficients import Coefficients, Rows, Whole, whole
 from wdjax.bounds.domain import Array
@@ -247,31 +247,49 @@ def bounds(
         net = margins.network(model, problem.center)
         wide = margins.wide(ball).prepared()
         rows = Objectives(*(part[leaves.row][:, None] for part in problem.rows))
-        split = functools.partial(_Split, net, wide, known, rows)
-        begun = split(leaves)
-        most = {i: jnp.where(sign == 0, 1.0, jnp.inf) for i, sign in begun.signs.items()}
-        multipliers = maps_of(leaves.multipliers, known.lower)
-        worst = slopes.BestSlopes(jnp.full(count, -jnp.inf, ball.eps.dtype), multipliers)
-        best = slopes.maximised(begun.low, worst, most, steps, _RATE, until=0.0, patience=_PATIENCE)
-        worths, toward = _scores(begun, best.slopes)
-        worth, choices = lax.top_k(worths, tries)
-        flat = rows_of(best.slopes)
         places = jnp.arange(count)
 
-        def half(turn: Array) -> Array:
-            index, sign = choices[:, turn // 2], jnp.where(turn % 2, 1, -1)
-            signs = leaves.signs.at[places, index].set(sign.astype(leaves.signs.dtype))
-            multipliers = maps_of(flat.at[places, index].set(0.0), known.lower)
-            return split(leaves._replace(signs=signs)).low(multipliers)
+        def turn(own: _Own, number: Array) -> tuple[_Own, Array]:
+            """Bounds of the leaves in turn 0, then of each half of each split."""
+            first, split = number == 0, own.choices[:, (number - 1) // 2]
+            sign = jnp.where(number % 2, -1, 1).astype(leaves.signs.dtype)
+            half = leaves._replace(
+                signs=leaves.signs.at[places, split].set(sign),
+                multipliers=own.multipliers.at[places, split].set(0.0),
+            )
+            these = jax.tree.map(functools.partial(jnp.where, first), leaves, half)
+            low, multipliers, worths, toward = _Split(net, wide, known, rows, these).best(
+                maps_of(these.multipliers, known.lower), jnp.where(first, steps, 0)
+            )
+            found = loops.cond(
+                first,
+                lambda: _Own(rows_of(multipliers), *lax.top_k(worths, tries), toward),
+                lambda: own,
+            )
+            return found, low
 
-        halves = lax.map(half, jnp.arange(2 * tries)).reshape(tries, 2, count)
-        children = jnp.maximum(halves.transpose(2, 0, 1), best.low[:, None, None])
+        none = jnp.zeros((count, tries), leaves.multipliers.dtype)
+        begun = _Own(leaves.multipliers, none, none.astype(jnp.int32), jnp.zeros_like(ball.center))
+        own, lows = loops.scan(turn, begun, jnp.arange(1 + 2 * tries))
+        low, halves = lows[0], lows[1:].reshape(tries, 2, count)
+        children = jnp.maximum(halves.transpose(2, 0, 1), low[:, None, None])
         gain = jnp.sum(jnp.minimum(children, 0.0), axis=-1)
-        order = jnp.argsort(jnp.where(worth > 0, -gain, jnp.inf), axis=-1)
-        choices = jnp.where(worth > 0, choices, flat.shape[1])
+        order = jnp.argsort(jnp.where(own.worth > 0, -gain, jnp.inf), axis=-1)
+        choices = jnp.where(own.worth > 0, own.choices, own.multipliers.shape[1])
         choices = jnp.take_along_axis(choices, order, axis=-1)
         children = jnp.take_along_axis(children, order[..., None], axis=1)
-    return LeafBounds(best.low, flat, choices, children, ball.lowest(toward))
+    return LeafBounds(low, own.multipliers, choices, children, ball.lowest(own.toward))
+
+
+class _Own(NamedTuple):
+    """What is known of leaves before they are split; fields as in :class:`LeafBounds`."""
+
+    multipliers: Array
+    worth: Array
+    """``[L, C]``: how much a split of the operand may gain."""
+    choices: Array
+    toward: Array
+    """``[L, *shape]``: the linear bound's coefficients of the inputs."""
 
 
 class _Split:
@@ -290,6 +308,20 @@ class _Split:
         self.empty = jnp.stack(empty).any(axis=0)
         self.lost = jnp.stack([jnp.zeros((), bool), *net.lost]).any()
         self.rows = rows
+
+    def best(self, multipliers: Maps, steps: Array) -> tuple[Array, Maps, Array, Array]:
+        """The best bounds ``[L]`` over steps of ascent, the multipliers that gave them, and the
+        :func:`_scores` of the last ones."""
+        eps = self.state.region.eps
+        most = {i: jnp.where(sign == 0, 1.0, jnp.inf) for i, sign in self.signs.items()}
+        worst = slopes.BestSlopes(jnp.full(len(eps), -jnp.inf, eps.dtype), multipliers)
+        best, last = slopes.climbed(
+            self.low, worst, most, steps, _RATE, until=0.0, patience=_PATIENCE
+        )
+        record: passes.Record = {}
+        arrived: dict[int, Coefficients] = {}
+        best = best.or_else(self.low(last, record, arrived), last)
+        return best.low, best.slopes, *_scores(self, last, record, arrived)
 
     def low(
         self,
@@ -324,13 +356,13 @@ class _Split:
         return jnp.where(self.lost | jnp.isnan(found), -jnp.inf, found)
 
 
-def _scores(split: _Split, multipliers: Maps) -> tuple[Array, Array]:
+def _scores(
+    split: _Split, multipliers: Maps, record: passes.Record, arrived: Mapping[int, Coefficients]
+) -> tuple[Array, Array]:
     """``[L, N]``: how much a neuron's upper line loosens the bound, plus a tenth of the loss by its
     lower line; 0 for neurons that cannot be split. Also the bound's coefficients of the inputs,
-    ``[L, *shape]``."""
-    record: passes.Record = {}
-    arrived: dict[int, Coefficients] = {}
-    split.low(multipliers, record, arrived)
+    ``[L, *shape]``. The bound is that of ``multipliers``, whose pass filled ``record`` and
+    ``arrived``."""
     found = {place: jnp.zeros_like(sign) for place, sign in split.signs.items()}
     for out, place in split.operands.items():
         if out not in record:

@@ -87,17 +87,24 @@ _LOOK = 3
 """Number of steps after which their gain is looked at."""
 
 
-def maximised(
+def maximised(low: Callable[[Slopes], Array], *args: Any, **how: Any) -> BestSlopes:
+    """:func:`climbed`, and the bounds by the last slopes."""
+    best, last = climbed(low, *args, **how)
+    return best.or_else(low(last), last)
+
+
+def climbed(
     low: Callable[[Slopes], Array],
     begun: BestSlopes,
     most: Slopes,
-    steps: int,
+    steps: int | Array,
     rate: float,
     until: float = jnp.inf,
     patience: float = 0.0,
     least: Slopes | None = None,
-) -> BestSlopes:
-    """The best of Adam's steps between ``least`` and ``most``, until all are above a level.
+) -> tuple[BestSlopes, Slopes]:
+    """The best of Adam's steps between ``least`` and ``most``, until all are above a level; and the
+    slopes after the last step, whose bounds are not among them.
 
     Args:
       low: maps slopes to bounds of any shape, each of which depends on its own slopes only.
@@ -143,4 +150,4 @@ def maximised(
     far = jnp.sum(jnp.zeros_like(begun.low)) + jnp.finfo(begun.low.dtype).max
     climb = jnp.zeros((), jnp.int32), begun.slopes, ascent.init(begun.slopes), begun, far, far > 0
     _, now, _, best, _, _ = loops.while_loop(goes_on, step, climb)
-    return best.or_else(low(now), now)
+    return best, now

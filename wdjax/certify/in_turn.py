@@ -186,14 +186,17 @@ def search(
 
 
 def first_turn(given: SignSearch, rows: Numbers, low: Numbers, until: float) -> Searched:
-    """Splits leaves of the whole region for the time of one turn; as :func:`search`.
+    """The first search of :func:`search` for a short time: subdomains, or leaves of the whole
+    region for the time of one turn.
 
-    Does nothing where subdomains are searched first, and without a ReLU.
+    Does nothing without a ReLU.
     """
     left, root = until - time.monotonic(), given.root
     known = bool(root.lower) and np.all(np.isfinite(low[rows]))
-    if left <= 0 or not known or _subdomains_first(root, rows):
+    if left <= 0 or not known:
         return Searched(low, "nothing to split", 0, None)
+    if _subdomains_first(root, rows):
+        return _shortly(SubdomainSearch(given, rows, low), until)
     frontier, began = Frontier(low, root.begin(jnp.asarray(rows))), time.monotonic()
     found = given.run(frontier, began + _FIRST * left)
     if found.ended == "time" and frontier.turns == 1:  # That turn compiled.
