@@ -240,7 +240,11 @@ def test_the_regularisers_are_those_of_shi_et_al():
         ({"mix": 1.5, "attack": attacks.PGD()}, "mix"),
         ({"attack": attacks.PGD(Lp(2))}, "stay within eps in the ball"),
         ({"attack": attacks.FMN()}, "stay within eps in the ball"),
+        ({"attack": "pgd"}, r"attack must be of wdjax\.attacks"),
+        ({"attack": attacks.PGD}, "got the class PGD"),
         ({"regularise": -1.0}, "regularise"),
+        ({"regularise": math.inf}, "regularise"),
+        ({"regularise": "a"}, "regularise"),
         ({"blend": "both"}, "blend"),
         ({"warm": np.float32(-0.1)}, "warm"),
         ({"small": np.float32(0.1)}, "no attack"),
@@ -278,12 +282,15 @@ def test_a_certificate_that_is_none_is_refused(wrong):
         training.train(net, x, y, key=jax.random.key(0), certificate=wrong, eps=0.1)
 
 
-@pytest.mark.parametrize("weight", [2.0, -0.5, float("nan")])
+@pytest.mark.parametrize("weight", [2.0, -0.5, math.nan])
 def test_a_weight_of_backward_bounds_lies_between_0_and_1(weight):
     """Beyond, the mean of two lower bounds is none."""
     model, x = Model(lambda w, x: x @ w, jnp.eye(2)), jnp.array([[0.9, 0.1]])
     with pytest.raises(ValueError, match=r"backward must be .* in \[0, 1\]"):
         certify.trainable_bounds(model, x, jnp.array([0]), norm=2, eps=0.1, backward=weight)
+    for wrong in ("a", np.full(1, 0.5), "0.5"):
+        with pytest.raises(ValueError, match="backward must be"):
+            certify.trainable_bounds(model, x, jnp.array([0]), norm=2, eps=0.1, backward=wrong)
     net = models.mlp((2, 3, 2), key=jax.random.key(0))
     how = {"norm": 2, "eps": 0.1}
     traced = jax.jit(lambda w: certify.trainable_bounds(net, x, jnp.array([0]), backward=w, **how))

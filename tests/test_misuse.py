@@ -292,6 +292,17 @@ def test_misuse_is_named(function, given, name):
         assert not isinstance(caught.value, jax.errors.JAXTypeError), label
 
 
+MESHES = [function for function in CALLS if "mesh" in inspect.signature(function).parameters]
+
+
+@pytest.mark.parametrize("function", MESHES, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_what_is_no_mesh_is_named(function):
+    other = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    for wrong in ("gpu", jax.devices(), other):
+        with pytest.raises(ValueError, match=r"mesh must be of wdjax\.parallel\.data_mesh"):
+            call(function, CALLS[function] | {"mesh": wrong})
+
+
 def call(function, given):
     """Without names where a function wants places."""
     bound = inspect.signature(function).bind(**given)

@@ -258,6 +258,9 @@ def test_save_leaves_foreign_folders_alone(tmp_path):
         ({"attack": PGD(), "eps": 0.1, "kappa": 0.5}, "kappa must be"),
         ({"attack": PGD(), "eps": -0.1}, "eps"),
         ({"optimizer": optax.sgd(1e30)}, "not finite"),
+        ({"optimizer": "adam"}, r"optimizer must be of optax.*'adam'"),
+        ({"loss": "ce"}, "loss must be a function"),
+        ({"order": 2}, "order goes with an attack"),
     ],
 )
 def test_misuse_is_refused(blobs, key, options, message):

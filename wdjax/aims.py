@@ -10,7 +10,7 @@ import numpy as np
 
 from wdjax import norms
 from wdjax.balls import Lp
-from wdjax.checks import validate
+from wdjax.checks import arguments, validate
 from wdjax.core import Array, Attack
 
 
@@ -182,6 +182,8 @@ class Scheduled:
         for name in ("clean", "mix", "small"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)!r}.")
+        if self.attack is not None:
+            arguments.check(attack=self.attack)
         if self.attack is None and not self.mix == self.small == 1:
             raise ValueError(
                 f"mix and small go with an attack: got mix={self.mix!r}, small={self.small!r} and "

@@ -55,6 +55,25 @@ def data_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
+def mesh_size(mesh: Mesh | None) -> int:
+    """The number of devices of a mesh.
+
+    Args:
+      mesh: of :func:`data_mesh`, or None for one device.
+
+    Raises:
+      ValueError: anything else.
+
+    >>> mesh_size(None)
+    1
+    """
+    if mesh is None:
+        return 1
+    if not isinstance(mesh, Mesh) or mesh.axis_names != (AXIS,):
+        raise ValueError(f"mesh must be of wdjax.parallel.data_mesh(devices), got {mesh!r}.")
+    return int(mesh.size)
+
+
 def padded_size(n: int, mesh: Mesh | None) -> int:
     """The smallest multiple of the mesh's size that is at least ``n``.
 
@@ -65,7 +84,7 @@ def padded_size(n: int, mesh: Mesh | None) -> int:
     >>> padded_size(5, None)
     5
     """
-    count = 1 if mesh is None else mesh.size
+    count = mesh_size(mesh)
     return -(-n // count) * count
 
 
@@ -137,9 +156,10 @@ def check_divides(name: str, count: int, mesh: Mesh | None) -> None:
 
     >>> check_divides("batch_size", 8, None)
     """
-    if mesh is not None and count % mesh.size:
+    devices = mesh_size(mesh)
+    if count % devices:
         raise ValueError(
-            f"{name} must be a multiple of the {mesh.size} devices of the mesh, got {count}."
+            f"{name} must be a multiple of the {devices} devices of the mesh, got {count}."
         )
 
 
@@ -326,7 +346,7 @@ def spans(mesh: Mesh | None) -> bool:
     >>> spans(None)
     False
     """
-    return mesh is not None and mesh.is_multi_process
+    return mesh_size(mesh) > 1 and mesh is not None and bool(mesh.is_multi_process)
 
 
 @telling_of_lost_processes()

@@ -149,6 +149,9 @@ def train(
         key=key,
         ball=getattr(certificate, "ball", None),
     )
+    _check_parts(optimizer, loss)
+    if attack is None and order != 1:
+        raise ValueError(f"order goes with an attack: got order={order!r} and no attack.")
     twin = "transductive.train_classifier, which can be traced"
     host_only("train", twin, model, x, y, key, eps, kappa, attack)
     epochs = validate.check_count("epochs", epochs)
@@ -185,6 +188,20 @@ def train(
         mesh=mesh,
     )
     return parallel.gather(last, mesh)
+
+
+def _check_parts(optimizer: Any, loss: Any) -> None:
+    """Raises unless they are what :func:`train` takes."""
+    if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(
+            "optimizer must be of optax, such as optax.adam(1e-3), got "
+            f"{arguments.described(optimizer)}."
+        )
+    if isinstance(loss, type) or not callable(loss):
+        raise ValueError(
+            "loss must be a function (logits, y) -> [n], such as wdjax.losses.cross_entropy, got "
+            f"{arguments.described(loss)}."
+        )
 
 
 def _identity(

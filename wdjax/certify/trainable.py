@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from wdjax import distinct
 from wdjax.aims import Scheduled
@@ -93,8 +94,7 @@ class CertifiedTraining(Scheduled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.regularise >= 0:
-            raise ValueError(f"regularise must be at least 0, got {self.regularise!r}.")
+        validate.check_number("regularise", self.regularise)
 
     def margins(self, model: Classifier, x: Array, y: Array, eps: Array, done: Array) -> Array:
         """``[n, K]`` bounds of the margins, inf at ``j = y``, when a share ``done`` of all training
@@ -170,10 +170,11 @@ def trainable_bounds(
     """
     ranges.check(model, x, y, norm, box, eps=eps)
     validate.shapes_of(model, x)
-    if backward is not None and not validate.traced(backward) and not 0 <= backward <= 1:
+    weight = np.asarray(0.0 if backward is None or validate.traced(backward) else backward)
+    if weight.ndim or weight.dtype.kind not in "fiub" or not 0 <= weight <= 1:
         raise ValueError(f"backward must be None or a weight in [0, 1], got {backward!r}.")
-    known, (reach, scale) = ranges.domain(norm, box, x), ranges.radii(eps, x)
-    ball = region.ball(x, reach.astype(x.dtype), norm, known.box, scale)
+    domain, (reach, scale) = ranges.domain(norm, box, x), ranges.radii(eps, x)
+    ball = region.ball(x, reach.astype(x.dtype), norm, domain.box, scale)
     with highest():
         state = margins.prepare(model, ball, "interval")
         low = margins.of(state, model, ball, y, "interval")

@@ -59,7 +59,7 @@ class Plan(NamedTuple):
 
     @property
     def devices(self) -> int:
-        return 1 if self.mesh is None else self.mesh.size
+        return parallel.mesh_size(self.mesh)
 
 
 class Request(NamedTuple):
@@ -336,7 +336,7 @@ def _plan(
     if any(stage.couple and stage.cycles for stage in attack.stages):
         raise ValueError("a stage that couples samples cannot look for cycles of one of them.")
     victim = victim._replace(model=parallel.replicate(victim.model, mesh))
-    devices = 1 if mesh is None else mesh.size
+    devices = parallel.mesh_size(mesh)
     size, rows = batching.sizes(victim.model, samples.x, batch_size, devices)
     small = max(1, size // 4)
     return Plan(attack, victim, samples, size, small, rows, mesh, np.empty(0), ())

@@ -95,7 +95,7 @@ def poll(
     validate.check_number("eps", perturbation.eps)
     passed = batching.traced(model, x)
     if batch_size is None:
-        batch_size = _AT_ONCE * batching.default(passed) * (1 if mesh is None else mesh.size)
+        batch_size = _AT_ONCE * batching.default(passed) * parallel.mesh_size(mesh)
     size = validate.check_count("batch_size", batch_size)
     indices = jnp.arange(len(x)) if index is None else jnp.asarray(index)
     if indices.shape != (len(x),):
@@ -116,7 +116,7 @@ def count(asked: CopyPoll, rows: npt.NDArray[np.int64], first: int, draws: int) 
     def at_once(size: int) -> Tally:
         return _count(asked._replace(rows=size), rows, first, draws)
 
-    unit = 1 if asked.mesh is None else asked.mesh.size
+    unit = parallel.mesh_size(asked.mesh)
     return batching.halving(at_once, asked.rows, asked.mesh, unit)
 
 

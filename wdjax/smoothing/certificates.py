@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from wdjax import identity
+from wdjax import identity, parallel
 from wdjax.balls import Lp
 from wdjax.bounds.region import Box
 from wdjax.checks import arguments, validate
@@ -381,7 +381,7 @@ def _ask(
     None is four times the default of a search on each device, since no gradient is kept.
     """
     if batch_size is None:
-        devices = 1 if mesh is None else mesh.size
+        devices = parallel.mesh_size(mesh)
         # Four times the batch of a search, since no gradient has to be kept.
         batch_size = 4 * devices * batching.default(batching.traced(model, x))
     size = validate.check_count("batch_size", batch_size)

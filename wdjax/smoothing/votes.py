@@ -56,6 +56,7 @@ def poll(
 
     ``index`` None numbers the samples 0, 1, ... Raises on a TPU, whose float64 is not exact enough.
     """
+    size = parallel.padded_size(size, mesh)
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     if device.platform == "tpu":
         raise ValueError(
@@ -64,7 +65,6 @@ def poll(
     indices = jnp.arange(len(x)) if index is None else jnp.asarray(index)
     if len(indices) != len(x):
         raise ValueError(f"index must have one row a sample, {len(x)}, got {len(indices)}.")
-    size = parallel.padded_size(size, mesh)
     with float64():
         fixed = model, x, distinct.jit(scale_of_each)(noise, x), indices, key
         model, x, each, indices, key = parallel.replicate(fixed, mesh)
@@ -85,7 +85,7 @@ def count(asked: VotePoll, rows: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     def at_once(size: int) -> np.ndarray:
         return _count(asked._replace(size=size), rows, numbers)
 
-    unit = 1 if asked.mesh is None else asked.mesh.size
+    unit = parallel.mesh_size(asked.mesh)
     return batching.halving(at_once, asked.size, asked.mesh, unit)
 
 
