@@ -215,6 +215,16 @@ def test_logits_that_share_a_large_number_are_told():
         wdjax.search(attacks.WDAPlusPlus(), _model(lambda x, w: 100 + x @ w), X, Y)
 
 
+def test_a_class_that_never_wins_is_not_told_as_rounding():
+    """Logits of -1e9, as of a masked class, enter no margin: distances stay as they are."""
+    masked = _model(lambda x, w: jnp.pad(x @ w, ((0, 0), (0, 1)), constant_values=-1e9))
+    plain = wdjax.search(attacks.WDAPlusPlus(), PLAIN, X, Y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = wdjax.search(attacks.WDAPlusPlus(), masked, X, Y)
+    np.testing.assert_allclose(found.distance, plain.distance, rtol=1e-5)
+
+
 def test_saturated_probabilities_are_told():
     """Gradients of some are tiny, not zero, so that nothing else would show it."""
     for scale in (300, 1000):
