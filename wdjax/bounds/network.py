@@ -89,6 +89,14 @@ class Network:
     def source(self) -> int:
         return self.graph.inputs[0]
 
+    @property
+    def short(self) -> list[Any]:
+        """The float types of fewer than 32 bits in which the program computes."""
+        avals: list[Any] = [
+            self.graph.avals[place] for node in self.graph.nodes for place in node.outputs
+        ]
+        return [aval.dtype for aval in avals if affine_rules.is_narrow(aval.dtype)]
+
     def layers(self) -> list[list[Node]]:
         """The equations that depend on the input, by how many nonlinear ones lie before them.
 

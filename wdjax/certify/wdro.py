@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from wdjax import losses, norms
 from wdjax.balls import Lp
+from wdjax.bounds import margins
 from wdjax.bounds.region import Box
 from wdjax.certify import pointwise
 from wdjax.checks import arguments, validate
@@ -162,7 +163,8 @@ def lipschitz_constant(
       box: ``(low, high)``, or None for all of space.
 
     Returns:
-      A float.
+      A float; inf if the model computes in a shorter type than float32, since its rounding is far
+      from the exact function, to which constants apply.
 
     Raises:
       ValueError: as :func:`margin_lipschitz`, or a trace.
@@ -178,6 +180,8 @@ def lipschitz_constant(
     validate.shapes_of(model, x)
     twins = "certify.margin_lipschitz, or lipschitz.trainable_lipschitz for gradients"
     host_only("lipschitz_constant", twins, model, y)
+    if _is_short(model, x):
+        return math.inf
     ends = (-math.inf, math.inf) if box is None else box
     lower, upper = (jnp.full(x.shape[1:], end, x.dtype) for end in ends)
     labels = np.unique(np.asarray(y))
@@ -189,6 +193,17 @@ def lipschitz_constant(
     hidden = np.sum(low[:, None] > up + _FAR, axis=0) >= 2
     most = np.max(np.where(hidden, 0.0, found))
     return float(most + math.exp(-_FAR) * np.sum(np.max(found, axis=0)[hidden]))
+
+
+def _is_short(model: Classifier, x: AnyArray) -> bool:
+    """Whether the model computes in floats of fewer than 32 bits for samples ``[n, *shape]``."""
+    found = list[Any]()
+
+    def look(model: Classifier) -> None:
+        found.extend(margins.network(model, jnp.asarray(x)).short)
+
+    jax.eval_shape(look, model)
+    return bool(found)
 
 
 _FAR = 50.0

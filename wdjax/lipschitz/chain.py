@@ -152,8 +152,7 @@ def as_chain(model: Classifier, x: AnyArray) -> Chain:
 def _made(model: Classifier, sample: jax.Array) -> Chain:
     """The chain of a model for a sample ``[1, *shape]``; refuses bfloat16 and float16."""
     net = margins.network(model, sample)
-    dtypes = (net.graph.avals[place].dtype for node in net.graph.nodes for place in node.outputs)
-    for dtype in filter(affine_rules.is_narrow, dtypes):
+    for dtype in net.short:
         raise ValueError(
             f"the model computes in {dtype.name}, whose rounding is far from the exact function to "
             "which these constants apply; cast it to float32, or use certify.margin_bounds."
