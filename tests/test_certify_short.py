@@ -71,6 +71,8 @@ def test_losses_of_short_floats_are_not_bounded_by_slopes_of_the_function():
     assert certify.lipschitz_constant(model, x, y, norm=2) == math.inf
     assert certify.wdro_bound(model, x, y, order=1, **how) == math.inf
     assert reached <= certify.wdro_bound(model, x, y, order=math.inf, **how) < 2 * reached
+    stored = Model(lambda w, x: x @ w.astype(jnp.bfloat16).astype(x.dtype), jnp.eye(1, 2))
+    assert np.isfinite(certify.lipschitz_constant(stored, x, y, norm=2))
     for order in (1, math.inf):
         grown = certify.growth_bound(model, x, y, order=order, radii=[eps, 1.0], **how)
         assert reached <= grown < 2 * reached, order

@@ -91,11 +91,9 @@ class Network:
 
     @property
     def short(self) -> list[Any]:
-        """The float types of fewer than 32 bits in which the program computes."""
-        avals: list[Any] = [
-            self.graph.avals[place] for node in self.graph.nodes for place in node.outputs
-        ]
-        return [aval.dtype for aval in avals if affine_rules.is_narrow(aval.dtype)]
+        """The float types of fewer than 32 bits in which it computes what depends on the input."""
+        dtypes = (self.graph.avals[place].dtype for place in (*self.affine, *self.others))
+        return [dtype for dtype in dtypes if affine_rules.is_narrow(dtype)]
 
     def layers(self) -> list[list[Node]]:
         """The equations that depend on the input, by how many nonlinear ones lie before them.
