@@ -182,8 +182,7 @@ class Scheduled:
         for name in ("clean", "mix", "small"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)!r}.")
-        if self.attack is not None:
-            arguments.check(attack=self.attack)
+        arguments.check("attack", attack=self.attack)
         if self.attack is None and not self.mix == self.small == 1:
             raise ValueError(
                 f"mix and small go with an attack: got mix={self.mix!r}, small={self.small!r} and "

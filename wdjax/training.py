@@ -119,10 +119,10 @@ def train(
 
     Raises:
       ValueError: bad samples, an attack or a certificate without ``eps`` or ``eps`` without either,
-        more than one of attack, certificate and noise, batches that do not divide over the mesh, a
-        leaf that cannot be trained and is not of
-        a Flax module, no leaf at all, a loss that is not finite, or a checkpoint of another
-        training.
+        ``order`` without an attack, an ``optimizer`` or ``loss`` that is none, more than one of
+        attack, certificate and noise, batches that do not divide over the mesh, a leaf that cannot
+        be trained and is not of a Flax module, no leaf at all, a loss that is not finite, or a
+        checkpoint of another training.
 
     Cost: per step 1 forward and 1 backward pass a sample; with an attack, its passes and 2 of each;
       with a certificate, about three times the cost of its bounds.
