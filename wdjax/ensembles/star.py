@@ -16,7 +16,7 @@ from wdjax.core import AnyArray, Array, Found, PyTree
 from wdjax.engine import driver
 from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.question import Question, question
-from wdjax.ensembles.walks import Kind, schedule
+from wdjax.ensembles.walks import Itinerary, Kind, schedule
 
 _HOPE = 0.2
 """Relative gain in distance expected of the first walk after the opening."""
@@ -141,7 +141,7 @@ def wda_star(
         right = np.asarray(probed.correct)
         flips = right & np.asarray(probed.success)
         plan = plan.easy if flips.sum() > _EASY * right.sum() else plan
-    record = _open(ask, plan.firsts, terms, np.inf if most is None else most, probed)
+    record = _open(ask, plan, terms, np.inf if most is None else most, probed)
     if start is not None:
         record = _given(record, ball, start)
     if plan.look:
@@ -154,7 +154,9 @@ def wda_star(
     while (choice := _choice(record, plan.more, terms)) is not None:
         record = _learned(record, *choice, terms)
     for kind in plan.last:
-        record = record.walked(kind, _worth(record.found, record.hope, eps, order) > 0)
+        worth = _worth(record.found, record.hope, eps, order)
+        payable = (_left(record, terms) + kept) * len(worth) / kind.passes
+        record = record.walked(kind, _largest(worth, payable) & (worth > 0))
     return record.found
 
 
@@ -189,7 +191,8 @@ class Standing(NamedTuple):
     def walked(self, kind: Kind, only: np.ndarray) -> "Standing":
         """The state after search ``kind`` of the samples of ``only`` that may still take it."""
         only = only & self.affords(kind)
-        return self.after(_follow(self.ask, self.number, kind, self.found, only), only & kind.near)
+        result = _follow(self.ask, self.number, kind, self.found, only)
+        return self.after(result, only & kind.near, 1 + kind.brief)
 
     def affords(self, kind: Kind) -> np.ndarray:
         """``[n]``: whether the passes of such a search keep a sample within its maximum."""
@@ -199,11 +202,11 @@ class Standing(NamedTuple):
         """``[n]``: the samples to which a kind of ``Itinerary.always`` applies."""
         return {"near": self.near, "far": ~self.near}.get(kind.where, np.ones_like(self.near))
 
-    def after(self, result: Found, near: np.ndarray) -> "Standing":
-        """The state after another search, which walked the samples of ``near`` from themselves."""
+    def after(self, result: Found, near: np.ndarray, searches: int = 1) -> "Standing":
+        """The state after more searches, which walked the samples of ``near`` from themselves."""
         nearer = _distance(result) < _distance(self.found)
         return self._replace(
-            number=self.number + 1,
+            number=self.number + searches,
             found=driver.best_of(self.found, result),
             near=np.where(nearer, near, self.near),
             looked=self.looked | near,
@@ -211,17 +214,18 @@ class Standing(NamedTuple):
 
 
 def _open(
-    ask: Question, firsts: list[Kind], terms: Spending, most: float, probed: Found | None
+    ask: Question, plan: Itinerary, terms: Spending, most: float, probed: Found | None
 ) -> Standing:
     """The opening: the first search of every sample, after the probe if there was one.
 
     A flip of the probe is kept only where the opening finds none: it is no good point to begin at.
 
     All ``firsts`` are tried on the trial samples, and the kind with the shortest distances in sum
-    (each counts as at most twice the longest finite one) is used on the others. If the passes
-    cannot pay for trials, the last kind is used on all samples. No sample takes more than ``most``
-    passes.
+    (each counts as at most twice the longest finite one) is used on the others; where that is the
+    first one, ``several`` is used on all samples instead. If the passes cannot pay for trials, the
+    last kind is used on all samples. No sample takes more than ``most`` passes.
     """
+    firsts = plan.firsts
     trial = _trial(len(ask.y), firsts, terms.passes)
     if trial.all() and terms.passes < sum(kind.passes for kind in firsts):
         firsts = firsts[-1:]
@@ -230,17 +234,24 @@ def _open(
     if probed is not None:
         found = driver.joined(found, probed, jnp.asarray(probed.success & ~found.success))
     near, tried = trial & firsts[0].near, [found]
-    record = Standing(ask, number + 1, found, near, near, np.full(len(trial), _HOPE), {}, most)
+    number += 1 + firsts[0].brief
+    record = Standing(ask, number, found, near, near, np.full(len(trial), _HOPE), {}, most)
     for kind in firsts[1:]:
         only = trial & record.affords(kind)
         tried.append(_follow(ask, record.number, kind, found, only))
-        record = record.after(tried[-1], only & kind.near)
-    if trial.all():
-        return record
+        record = record.after(tried[-1], only & kind.near, 1 + kind.brief)
     lengths = np.array([_distance(one)[trial] for one in tried])
     farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
     kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
-    return record.walked(kind, ~trial)
+    several = plan.several
+    if several and kind is plan.firsts[0] and several.passes <= _left(record, terms):
+        return record.walked(several, np.ones_like(trial))
+    return record.walked(kind, ~trial) if not trial.all() else record
+
+
+def _left(record: Standing, terms: Spending) -> float:
+    """The passes that are left, per sample."""
+    return terms.passes - float(np.mean(record.found.passes))
 
 
 def _trial(n: int, firsts: list[Kind], passes: int) -> np.ndarray:
@@ -306,7 +317,7 @@ def _choice(record: Standing, kinds: list[Kind], terms: Spending) -> tuple[Kind,
     whole = _worth(record.found, np.ones_like(worth), terms.eps, terms.order)
     if worth.sum() <= terms.tolerance * whole.sum():
         return None
-    left = terms.passes - float(np.mean(record.found.passes))
+    left = _left(record, terms)
 
     def rate(kind: Kind) -> float:
         return record.yields.get(kind, np.inf) / kind.passes
@@ -315,6 +326,7 @@ def _choice(record: Standing, kinds: list[Kind], terms: Spending) -> tuple[Kind,
         first = min(_TRIAL, _STAKE * terms.passes / kind.passes)
         share = 1.0 if kind in record.yields else first
         open_ = record.affords(kind) & (record.near | (not kind.near))
+        open_ &= ~record.near | (kind.brief == 0)
         only = _chosen(np.where(open_, worth, 0.0), kind, left, share)
         if only.any():
             return kind, only
@@ -349,14 +361,20 @@ def _follow(ask: Question, number: int, kind: Kind, found: Found | None, only: n
     """Search ``number`` of the ensemble, on the samples of ``only``, where the kind says it starts.
 
     Kind "best" starts at the nearest flips of ``found``; kind "around" starts near the sample, at
-    the scale of those flips' distances; otherwise, or if ``found`` is None, the search starts at
-    the sample. Scale 0 means none, and needs no program of its own.
+    the scale of those flips' distances; a kind with brief walks at the nearest of their flips;
+    otherwise, or if ``found`` is None, the search starts at the sample. Scale 0 means none, and
+    needs no program of its own.
     """
     scale = np.zeros(len(ask.y), np.float32)
     if found is not None and kind.start == "around":
         scale = _scale(found)
     start = found.x_adv if found is not None and kind.start == "best" else None
-    return ask.search(number, kind.attack, eps=scale, start=start, only=only)
+    flips: list[Found] = []
+    for brief in range(kind.brief):
+        flips.append(ask.search(number + brief, kind.first, eps=0 * scale, only=only))
+        start = driver.best_of(*flips).x_adv
+    last = ask.search(number + kind.brief, kind.attack, eps=scale, start=start, only=only)
+    return driver.best_of(*flips, last)
 
 
 def _scale(found: Found) -> np.ndarray:
@@ -403,9 +421,12 @@ def _chosen(worth: np.ndarray, kind: Kind, left: float, share: float) -> np.ndar
     but no more than ``left``, the passes left per sample of the whole set, can pay for.
     """
     keen = (worth > 0) & (worth >= _KEEN * worth.mean())
-    payable = max(0, int(left * len(worth) / kind.passes))
-    ranking = np.argsort(-worth, kind="stable")
-    count = min(payable, int(np.ceil(share * keen.sum())))
+    payable = left * len(worth) / kind.passes
+    return _largest(worth, min(payable, np.ceil(share * keen.sum()))) & keen
+
+
+def _largest(worth: np.ndarray, count: float) -> np.ndarray:
+    """``[n]``: which samples are the ``count`` of largest worth."""
     only = np.zeros(len(worth), bool)
-    only[ranking[:count]] = True
-    return only & keen
+    only[np.argsort(-worth, kind="stable")[: max(0, int(count))]] = True
+    return only

@@ -31,6 +31,11 @@ _AIMS = 3
 """Classes that a walk from the sample aims at if passes are many or the first steps flip most."""
 _BRISK = 16, 25
 """Steps of walks to that many classes for norm 1, where passes are few and where they are many."""
+_BRIEF = 15
+"""Steps of the brief walks from random points before a walk from the nearest of their flips. After
+fewer steps they are too far away to tell which of them comes near a good flip."""
+_STARTS = 3, 4
+"""Number of these brief walks, where passes are few and where they are many."""
 
 
 class Kind(NamedTuple):
@@ -42,18 +47,28 @@ class Kind(NamedTuple):
     where: str = "all"
     """For kinds in ``Itinerary.always``: ``"near"`` only for samples whose nearest flip came from a
     walk that began at the sample, ``"far"`` only for the others."""
+    brief: int = 0
+    """The number of brief walks from random points that come first: it starts at the nearest of
+    their flips."""
 
     @property
     def passes(self) -> int:
         """Maximum number of forward and backward passes of one sample."""
         targets = self.attack.targets if isinstance(self.attack, Walk) else 0
         ranking = 6 if targets else 0
-        return ranking + max(1, targets) * (2 * self.attack.steps + 1) + 2
+        own = ranking + max(1, targets) * (2 * self.attack.steps + 1) + 2
+        return own + self.brief * (2 * _BRIEF + 3)
+
+    @property
+    def first(self) -> Walk:
+        """One of its brief walks."""
+        return Walk(self.attack.ball, steps=_BRIEF, far=True, haste=1.0)
 
     @property
     def near(self) -> bool:
         """Whether it walks from the sample itself, not from a random point around it."""
-        return self.start == "sample" and isinstance(self.attack, Walk) and not self.attack.far
+        walks = isinstance(self.attack, Walk) and not self.attack.far and not self.brief
+        return walks and self.start == "sample"
 
 
 class Itinerary(NamedTuple):
@@ -68,9 +83,12 @@ class Itinerary(NamedTuple):
     lost: list[Kind]
     """Searches of the samples without a flip."""
     more: list[Kind]
-    """Searches made where they pay; walks from the sample only where such a walk came nearest."""
+    """Searches made where they pay; walks from the sample only where such a walk came nearest,
+    and those with brief walks only where none did."""
     last: list[Kind]
     """Searches of every sample whose distance matters."""
+    several: Kind | None = None
+    """What opens all samples if the first of ``firsts`` is the best."""
     probe: Kind | None = None
     """The search before all others: first steps of every sample."""
     easy: "Itinerary | None" = None
@@ -89,7 +107,7 @@ def schedule(ball: Lp, passes: int, most: int | None = None, few: bool = False) 
         raise ValueError(f"wda_star needs at least {_LEAST} passes an image, got {passes}.")
     first = min(25, (passes - 3) // 2 if passes < _PILOTS else passes // 3 - 4)
     later = 20 if passes < _MANY[0] else 30 if passes < _MANY[2] else 40
-    free = Kind(Walk(ball, steps=first, far=True, haste=1.0), "sample")
+    far = Kind(Walk(ball, steps=first, far=True, haste=1.0), "sample")
     # From the sample, following the linearised margin is better where the ball has corners.
     aimed = Walk(ball, steps=first, targets=1, haste=1.0 if ball.norm == 2 else 0.0)
     near = Kind(aimed, "sample")
@@ -100,26 +118,31 @@ def schedule(ball: Lp, passes: int, most: int | None = None, few: bool = False) 
     bold = Walk(ball, far=True, haste=1.0, step_size=2.0, shrink=0.35, width=2.3)
     more = [Kind(replace(walk, steps=later), "around") for walk in (held, bold)]
     if passes < _PILOTS:
-        return Itinerary([free], [], [], [], more, [])
-    firsts = [free, Kind(replace(held, steps=first), "around"), near]
+        return Itinerary([far], [], [], [], more, [])
+    firsts = [far, Kind(replace(held, steps=first), "around"), near]
     if passes < _MANY[0]:
         return Itinerary(firsts, [], [], [], more[:1], [])
     short = replace(aimed, steps=_SHORT)
     look = [Kind(replace(aimed, steps=_LOOK, targets=0), "sample"), Kind(short, "sample")]
     polish = Kind(Walk(ball, steps=later, step_size=0.2), "best")
     last = [Kind(Walk(ball, steps=_SHORT, step_size=0.1, shrink=0.1), "best")]
+    starts, steps = (_STARTS[0], 20) if passes < _MANY[1] else (_STARTS[1], later)
+    several = Kind(Walk(ball, steps=steps, haste=aimed.haste), "sample", brief=starts)
     if passes < _MANY[1]:
         more.append(Kind(replace(short, targets=2), "sample"))
         if few and not (ball.norm == 1 and passes >= _FEW):
             return _broad(passes, aimed, bold, more)
     else:
-        last = []
         wide = Walk(ball, steps=later, far=True, targets=2, width=1.5)
         patient = Walk(ball, steps=2 * later, far=True)
         more += [Kind(wide, "around"), Kind(patient, "sample"), polish]
     if ball.norm == 1 and passes >= _FEW:
         return _sparse(ball, passes, more)
-    return Itinerary(firsts, look, [], [], more, last)
+    if ball.norm == 1:
+        return Itinerary(firsts, look, [], [], more, last)
+    if passes >= _MANY[1]:
+        more = [several, *more]
+    return Itinerary([far, near], look, [], [], more, last, several=several)
 
 
 def _broad(passes: int, aimed: Walk, bold: Walk, more: list[Kind]) -> Itinerary:
@@ -168,7 +191,7 @@ def _sparse(ball: Lp, passes: int, more: list[Kind]) -> Itinerary:
         brisk = Kind(walk, "sample")
         end = replace(slow, steps=(left - brisk.passes - 3) // 2, step_size=0.6, shrink=0.3)
         easy = Itinerary([brisk], [], [Kind(end, "best")], lost[1:], [], [])
-        return Itinerary([first], [], [polish], lost, [], [], probe, easy)
+        return Itinerary([first], [], [polish], lost, [], [], probe=probe, easy=easy)
     left -= first.passes + polish.passes
     longest = ((left - 8) // _AIMS - 1) // 2
     several = Kind(replace(walk, steps=min(_BRISK[1], longest)), "sample")
