@@ -14,6 +14,7 @@ from wdjax import Lp, attacks, ensembles, losses, metrics, norms, transport
 from wdjax.attacks import alma, nearest, pdpgd, rivals
 from wdjax.core import Samples, Victim
 from wdjax.ensembles import star
+from wdjax.ensembles.walks import Kind
 
 FREE = {norm: Lp(norm, None) for norm in (1, 2, np.inf)}
 EXACT = {
@@ -215,6 +216,40 @@ def test_wda_star_looks_from_the_sample_where_the_far_walk_missed_a_flip():
     assert missed.any()
     assert np.all(np.asarray(after.found.cost)[missed] < np.asarray(far.cost)[missed])
     assert after.looked[missed].all()
+
+
+@pytest.mark.parametrize("better", ["random point", "sample"])
+def test_brief_walks_open_where_random_points_are_better(better):
+    """One step of the other kind finds next to nothing."""
+    model, x, y = curved(n=40)
+    ask = star.question("wda_star", model, x, y, jax.random.key(0), None, {})
+    far = Kind(attacks.Walk(Lp(2), steps=1 if better == "sample" else 25, far=True), "sample")
+    near = Kind(attacks.Walk(Lp(2), steps=25 if better == "sample" else 1), "sample")
+    several = Kind(attacks.Walk(Lp(2), steps=20), "sample", brief=2)
+    plan = star.schedule(Lp(2), 400)._replace(firsts=[far, near], several=several)
+    record = star._open(ask, plan, star.Spending(400, 1e-4, None, 1), np.inf, None)
+    trial = np.arange(len(y)) % 6 == 0
+    spent = np.asarray(record.found.passes)
+    assert record.number == (5 if better == "random point" else 3)
+    searches = record.number - 1  # Each takes a forward pass of the samples that it leaves out.
+    opener = several.passes if better == "random point" else near.passes
+    assert np.all(spent[~trial] <= opener + searches)
+    assert np.any(spent[~trial] > opener - searches)
+
+
+@pytest.mark.parametrize("norm", [2, np.inf])
+@pytest.mark.parametrize("passes", [200, 300, 400])
+def test_the_mean_of_the_passes_is_kept(norm, passes):
+    """But for one forward pass a search of the samples that it leaves out."""
+    model, x, y = curved(n=40)
+    masked = wdjax.Model(lambda model, x: model(x + 0.3 * jnp.sin(40 * x)), model)
+    for victim in (model, masked):
+        y = jnp.argmax(victim(x), -1)
+        found = ensembles.wda_star(
+            victim, x, y, key=jax.random.key(1), ball=Lp(norm), passes=passes
+        )
+        assert float(found.passes.mean()) <= passes + 4
+        assert found.success.all()
 
 
 def test_wda_star_never_leaves_a_flip_that_it_is_given():

@@ -32,6 +32,9 @@ _STAKE = 0.03
 """Maximum share of all passes that such a first trial may cost."""
 _EASY = 0.5
 """Norm 1 is easy if the first steps flip more than this share of the correct samples."""
+_MOST = 0.5
+"""Brief walks open if random points are better than the sample on more than this share of the trial
+samples."""
 _KEEN = 0.5
 """A sample is keen, and walked again, if its expected gain is at least this share of the mean."""
 
@@ -221,9 +224,10 @@ def _open(
     A flip of the probe is kept only where the opening finds none: it is no good point to begin at.
 
     All ``firsts`` are tried on the trial samples, and the kind with the shortest distances in sum
-    (each counts as at most twice the longest finite one) is used on the others; where that is the
-    first one, ``several`` is used on all samples instead. If the passes cannot pay for trials, the
-    last kind is used on all samples. No sample takes more than ``most`` passes.
+    (each counts as at most twice the longest finite one) is used on the others. If the passes
+    cannot pay for trials, the last kind is used on all samples. No sample takes more than ``most``
+    passes. If the first kind is the best, and on more than half of the trial samples, ``several``
+    takes its place, for the trial samples on which no walk from the sample was nearer too.
     """
     firsts = plan.firsts
     trial = _trial(len(ask.y), firsts, terms.passes)
@@ -243,10 +247,12 @@ def _open(
     lengths = np.array([_distance(one)[trial] for one in tried])
     farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
     kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
-    several = plan.several
-    if several and kind is plan.firsts[0] and several.passes <= _left(record, terms):
-        return record.walked(several, np.ones_like(trial))
-    return record.walked(kind, ~trial) if not trial.all() else record
+    right = _distance(record.found) > 0
+    several, far = plan.several, right & ~record.near
+    better = kind is plan.firsts[0] and far[trial].sum() > _MOST * right[trial].sum()
+    if several and better and several.passes <= _left(record, terms):
+        return record.walked(several, ~trial | far)
+    return record if trial.all() else record.walked(kind, ~trial)
 
 
 def _left(record: Standing, terms: Spending) -> float:

@@ -126,7 +126,7 @@ def schedule(ball: Lp, passes: int, most: int | None = None, few: bool = False) 
     look = [Kind(replace(aimed, steps=_LOOK, targets=0), "sample"), Kind(short, "sample")]
     polish = Kind(Walk(ball, steps=later, step_size=0.2), "best")
     last = [Kind(Walk(ball, steps=_SHORT, step_size=0.1, shrink=0.1), "best")]
-    starts, steps = (_STARTS[0], 20) if passes < _MANY[1] else (_STARTS[1], later)
+    starts, steps = (_STARTS[0], 20) if few or passes < _MANY[1] else (_STARTS[1], later)
     several = Kind(Walk(ball, steps=steps, haste=aimed.haste), "sample", brief=starts)
     if passes < _MANY[1]:
         more.append(Kind(replace(short, targets=2), "sample"))
