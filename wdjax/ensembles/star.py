@@ -156,11 +156,7 @@ def wda_star(
         record = record.walked(kind, ~known)
     while (choice := _choice(record, plan.more, terms)) is not None:
         record = _learned(record, *choice, terms)
-    for kind in plan.last:
-        worth = _worth(record.found, record.hope, eps, order)
-        payable = (_left(record, terms) + kept) * len(worth) / kind.passes
-        record = record.walked(kind, _largest(worth, payable) & (worth > 0))
-    return record.found
+    return _ended(record, plan.last, terms._replace(passes=passes)).found
 
 
 class Spending(NamedTuple):
@@ -238,12 +234,11 @@ def _open(
     if probed is not None:
         found = driver.joined(found, probed, jnp.asarray(probed.success & ~found.success))
     near, tried = trial & firsts[0].near, [found]
-    number += 1 + firsts[0].brief
-    record = Standing(ask, number, found, near, near, np.full(len(trial), _HOPE), {}, most)
+    record = Standing(ask, number + 1, found, near, near, np.full(len(trial), _HOPE), {}, most)
     for kind in firsts[1:]:
         only = trial & record.affords(kind)
         tried.append(_follow(ask, record.number, kind, found, only))
-        record = record.after(tried[-1], only & kind.near, 1 + kind.brief)
+        record = record.after(tried[-1], only & kind.near)
     lengths = np.array([_distance(one)[trial] for one in tried])
     farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
     kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
@@ -253,6 +248,16 @@ def _open(
     if several and better and several.passes <= _left(record, terms):
         return record.walked(several, ~trial | far)
     return record if trial.all() else record.walked(kind, ~trial)
+
+
+def _ended(record: Standing, kinds: list[Kind], terms: Spending) -> Standing:
+    """The state after the last searches, of the samples whose distance matters, if all are payable;
+    otherwise of those with the largest expected gain."""
+    for kind in kinds:
+        worth = _worth(record.found, record.hope, terms.eps, terms.order)
+        payable = _left(record, terms) * len(worth) / kind.passes
+        record = record.walked(kind, _largest(worth, payable) & (worth > 0))
+    return record
 
 
 def _left(record: Standing, terms: Spending) -> float:
