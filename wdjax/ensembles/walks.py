@@ -31,10 +31,10 @@ _AIMS = 3
 """Classes that a walk from the sample aims at if passes are many or the first steps flip most."""
 _BRISK = 16, 25
 """Steps of walks to that many classes for norm 1, where passes are few and where they are many."""
-_BRIEF = 15
+_BRIEF = 13
 """Steps of the brief walks from random points before a walk from the nearest of their flips. After
 fewer steps they are too far away to tell which of them comes near a good flip."""
-_STARTS = 3, 4
+_STARTS = 3, 6
 """Number of these brief walks, where passes are few and where they are many."""
 
 
