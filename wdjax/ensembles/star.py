@@ -32,7 +32,7 @@ _STAKE = 0.03
 """Maximum share of all passes that such a first trial may cost."""
 _EASY = 0.5
 """Norm 1 is easy if the first steps flip more than this share of the correct samples."""
-_MOST = 0.5
+_MAJORITY = 0.5
 """Brief walks open if random points are better than the sample on more than this share of the trial
 samples."""
 _KEEN = 0.5
@@ -244,7 +244,7 @@ def _open(
     kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
     right = _distance(record.found) > 0
     several, far = plan.several, right & ~record.near
-    better = kind is plan.firsts[0] and far[trial].sum() > _MOST * right[trial].sum()
+    better = kind is plan.firsts[0] and far[trial].sum() > _MAJORITY * right[trial].sum()
     if several and better and several.passes <= _left(record, terms):
         return record.walked(several, ~trial | far)
     return record if trial.all() else record.walked(kind, ~trial)
