@@ -61,12 +61,14 @@ def wda_star(
     Pass the result to :func:`wdjax.spend`: the knapsack over these distances is WDA*, the attack of
     Wasserstein order p. Which start finds the nearest flips differs from model to model, and from
     sample to sample. Trial samples therefore decide which kind of :class:`~wdjax.attacks.Walk`
-    comes first, from a random point of the box or towards the nearest class. From 150 passes on a
-    sample from which no walk began gets a look: a walk of four steps from the sample. A longer walk
-    from there follows if the look comes near, or if the best flip is far for the sample's margin.
-    Then the kind of walk with the largest measured gain per pass goes next, also from around the
-    sample and from the best point, on those samples only whose expected gain counts. From 150 to
-    299 passes small steps from the best points end it.
+    comes first, from a random point of the box or towards the nearest class. From 150 passes on,
+    but for norm 1, where random points are better on most trial samples, three or six brief walks
+    from such points come first, and a longer one starts at the nearest of their flips: it ends
+    nearer than one walk that is as long as all. A sample from which no walk began then gets a look:
+    a walk of four steps from the sample. A longer walk from there follows if the look comes near,
+    or if the best flip is far for the sample's margin. Then the kind of walk with the largest
+    measured gain per pass goes next, also from around the sample and from the best point, on those
+    samples only whose expected gain counts. Small steps from the best points end it.
 
     For norm 1, from 200 passes on, a short :class:`~wdjax.attacks.PDPGD` comes first; a long walk
     in small steps starts at its flip, or at the sample where it found none. From 200 to 299 passes
@@ -222,8 +224,8 @@ def _open(
     All ``firsts`` are tried on the trial samples, and the kind with the shortest distances in sum
     (each counts as at most twice the longest finite one) is used on the others. If the passes
     cannot pay for trials, the last kind is used on all samples. No sample takes more than ``most``
-    passes. If the first kind is the best, and on more than half of the trial samples, ``several``
-    takes its place, for the trial samples on which no walk from the sample was nearer too.
+    passes. If the first kind is the best, and more than half of the trial samples have their
+    nearest flip from a random point, ``several`` takes its place, for these trial samples too.
     """
     firsts = plan.firsts
     trial = _trial(len(ask.y), firsts, terms.passes)
@@ -242,8 +244,9 @@ def _open(
     lengths = np.array([_distance(one)[trial] for one in tried])
     farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
     kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
-    right = _distance(record.found) > 0
-    several, far = plan.several, right & ~record.near
+    distance = _distance(record.found)
+    right, several = distance > 0, plan.several
+    far = right & ~record.near & np.isfinite(distance)
     better = kind is plan.firsts[0] and far[trial].sum() > _MAJORITY * right[trial].sum()
     if several and better and several.passes <= _left(record, terms):
         return record.walked(several, ~trial | far)
@@ -251,8 +254,10 @@ def _open(
 
 
 def _ended(record: Standing, kinds: list[Kind], terms: Spending) -> Standing:
-    """The state after the last searches, of the samples whose distance matters, if all are payable;
-    otherwise of those with the largest expected gain."""
+    """The state after the last searches, of the samples whose distance matters.
+
+    If the passes cannot pay for all of these, they are of those with the largest expected gain.
+    """
     for kind in kinds:
         worth = _worth(record.found, record.hope, terms.eps, terms.order)
         payable = _left(record, terms) * len(worth) / kind.passes

@@ -35,7 +35,7 @@ _BRIEF = 13
 """Steps of the brief walks from random points before a walk from the nearest of their flips. After
 fewer steps they are too far away to tell which of them comes near a good flip."""
 _STARTS = 3, 6
-"""Number of these brief walks, where passes are few and where they are many."""
+"""Number of these brief walks, where passes or samples are few and where both are many."""
 
 
 class Kind(NamedTuple):
@@ -86,9 +86,9 @@ class Itinerary(NamedTuple):
     """Searches made where they pay; walks from the sample only where such a walk came nearest,
     and those with brief walks only where none did."""
     last: list[Kind]
-    """Searches of every sample whose distance matters."""
+    """Searches of every sample whose distance matters, as far as the passes go."""
     several: Kind | None = None
-    """What opens all samples if the first of ``firsts`` is the best."""
+    """What opens in place of the first of ``firsts`` if that is best on most trial samples."""
     probe: Kind | None = None
     """The search before all others: first steps of every sample."""
     easy: "Itinerary | None" = None
