@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from wdjax import norms, sparse
 from wdjax.checks import validate
 from wdjax.core import Array
+from wdjax.xla_cpu import drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,5 +102,5 @@ class Lp:
         """
         size = math.prod(shape)
         if self.norm in (0, math.inf):
-            return jax.random.uniform(key, shape, dtype, -1.0, 1.0)
+            return drawn(jax.random.uniform, key, shape, dtype, -1.0, 1.0)
         return jax.random.ball(key, size, p=self.norm, dtype=dtype).reshape(shape)

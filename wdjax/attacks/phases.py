@@ -9,6 +9,7 @@ import numpy as np
 from wdjax import norms
 from wdjax.balls import Lp
 from wdjax.core import Array
+from wdjax.xla_cpu import drawn
 
 _LAST = 0.4
 """Share of a run's steps in the last phase, of radius eps; the other phases share the rest."""
@@ -53,7 +54,7 @@ def random_start(ball: Lp, x: Array, radius: Array, keys: Array) -> Array:
 
     def draw(key: Array) -> Array:
         if sparse:
-            return (high - low) * jax.random.normal(key, x.shape[1:], x.dtype)
+            return (high - low) * drawn(jax.random.normal, key, x.shape[1:], x.dtype)
         return ball.noise(key, x.shape[1:], x.dtype)
 
     noise = jax.vmap(draw)(keys)

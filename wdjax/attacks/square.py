@@ -16,6 +16,7 @@ from wdjax.attacks.ascent import setting
 from wdjax.balls import Lp
 from wdjax.checks import validate
 from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
+from wdjax.xla_cpu import drawn
 
 _HALVINGS = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 """Numbers of queries, out of 10,000, after which the squares' area is halved."""
@@ -179,7 +180,7 @@ def _sides(shape: tuple[int, int], p: float, queries: int, rescaled: bool) -> np
 
 def _stripes(key: Array, shape: tuple[int, int, int], dtype: jnp.dtype) -> Array:
     """``[h, w, c]``: vertical stripes, with one random sign for each column and channel."""
-    signs = jax.random.rademacher(key, (1, *shape[1:]), dtype)
+    signs = drawn(jax.random.rademacher, key, (1, *shape[1:]), dtype)
     return jnp.broadcast_to(signs, shape)
 
 
@@ -191,7 +192,8 @@ def _grid(ball: Lp, key: Array, shape: tuple[int, int, int], dtype: jnp.dtype) -
     sides = np.maximum(np.array(shape[:2]) // 5, 1)
     rows, columns = (np.arange(n) for n in shape[:2])
     bump = _bump(jnp.asarray(rows % sides[0]), jnp.asarray(columns % sides[1]), sides, shape)
-    signs = jax.random.rademacher(key, shape, dtype)[rows // sides[0]][:, columns // sides[1]]
+    signs = drawn(jax.random.rademacher, key, shape, dtype)
+    signs = signs[rows // sides[0]][:, columns // sides[1]]
     noise = bump[..., None].astype(dtype) * signs
     return noise / norms.lp_norm(noise[None], ball.norm)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
 from wdjax import distinct, identity, loops, parallel, program
@@ -228,9 +229,9 @@ def _advance(plan: Plan, search: Search) -> Search:
     counts, record = np.array([steps, left], np.int32), history is not None
     # The number of steps is traced but for a history's rows, so stages of all lengths share a loop.
     form = _like(plan.attack, number), most if record else min(most, 2), record
-    given = plan.forms[1], plan.victim, plan.samples
     for index, _ in batches:
-        batch, *flags = _steps(*given, moving, index, counts, *form)
+        given = _rows((plan.samples, moving), index)
+        batch, *flags = _steps(plan.forms[1], plan.victim, *given, counts, *form)
         moving = _set_rows(moving, index, batch)
         seen.append(flags)
     if stage.couple is not None:
@@ -316,8 +317,9 @@ def _points(plan: Plan, search: Search) -> tuple[Found, tuple[np.ndarray, np.nda
     batches = _batches(plan, chosen)
 
     def look(index: np.ndarray) -> tuple[Found, tuple[Array, Array]]:
-        found, y = _reach(plan.forms[1], plan.samples, search.track, index)
-        return parallel.local((found, _evaluate(plan.victim, found.x_adv, y)[1:]))
+        taken, batch = _rows((plan.samples, search.track), index)
+        found = _reach(plan.forms[1], taken, batch)
+        return parallel.local((found, _evaluate(plan.victim, found.x_adv, taken.y)[1:]))
 
     first = look(batches[0][0]) if batches else jax.eval_shape(look, _nobody(plan))
     whole = jax.tree.map(lambda row: np.zeros((len(chosen), *row.shape[1:]), row.dtype), first)
@@ -354,10 +356,11 @@ def _turns(plan: Plan, search: Search) -> tuple[int, ...]:
     """For each stage, the number of steps in one program; 1 if a loop would run slowly."""
     counts, index, record = np.zeros(2, np.int32), _nobody(plan), search.history is not None
     moving = jax.eval_shape(functools.partial(track.enter, plan.attack), search.track)
+    given = jax.eval_shape(_rows, (plan.samples, moving), index)
 
     def looped(number: int, most: int) -> int:
-        given = plan.forms[1], plan.victim, plan.samples
-        steps = _steps.trace(*given, moving, index, counts, number, most, record)
+        form = counts, number, most, record
+        steps = _steps.trace(plan.forms[1], plan.victim, *given, *form)
         return most if program.loops_well(steps.jaxpr) else 1
 
     most = [_chunk(stage) for stage in plan.attack.stages]
@@ -452,27 +455,26 @@ def _first(
     return track.first_track(attack, victim, *_take((samples, start, keys), index))
 
 
-@functools.partial(distinct.jit, static_argnums=(6, 7, 8))
+@functools.partial(distinct.jit, static_argnums=(5, 6, 7), donate_argnums=3)
 def _steps(
     attack: Attack,
     victim: Victim,
-    samples: Samples,
-    moving: Track,
-    index: Array,
+    taken: Samples,
+    batch: Track,
     counts: Array,
     number: int,
     most: int,
     record: bool,
 ) -> tuple[Track, Array, Info | None]:
-    """Takes ``counts[0]`` steps of stage ``number`` on the samples ``index`` of all rows.
+    """Takes ``counts[0]`` steps of stage ``number`` on a batch.
 
     ``counts[1]`` are the steps of the stage that remain afterwards, and ``most`` the maximum of
     ``counts[0]``. Returns the batch's track, ``[n]`` booleans which of it are finished with the
-    stage, and with ``record`` the steps' Info, ``[most, n]`` leaves. The rows are set by a program
-    of its own: one that read some of an array and wrote others would copy all of it.
+    stage, and with ``record`` the steps' Info, ``[most, n]`` leaves. Programs of their own take a
+    batch's rows, one for all stages, and set them: one that read some rows of an array and wrote
+    others would copy all of it.
     """
     stage, (steps, left) = attack.stages[number], counts
-    taken, batch = _take((samples, moving), index)
     if most == 1:
         batch, recurs, info = track.step(stage, victim, taken, batch)
         seen = jax.tree.map(lambda leaf: leaf[None], info) if record else None
@@ -489,7 +491,8 @@ def _loop(
 
     Returns the batch, ``[n]`` booleans whether a state was that of two steps before, and, if
     ``record`` is the maximum number of steps instead of None, the steps' Info, ``[record, n]``
-    leaves.
+    leaves. XLA takes what depends on the labels alone out of a loop, one copy for each use of the
+    loss, and no longer sees that these uses compute the same: a barrier holds the labels inside.
     """
     seen = None
     if record is not None:
@@ -498,7 +501,8 @@ def _loop(
 
     def body(i: Array, carried: PyTree) -> PyTree:
         batch, _, seen = carried
-        batch, recurs, info = track.step(stage, victim, taken, batch)
+        here = taken._replace(y=lax.optimization_barrier((taken.y, i))[0])
+        batch, recurs, info = track.step(stage, victim, here, batch)
         if seen is not None:
             seen = jax.tree.map(lambda rows, row: rows.at[i].set(row), seen, info)
         return batch, recurs, seen
@@ -514,6 +518,7 @@ def _couple(attack: Attack, samples: Samples, moving: Track, chosen: Array, numb
 
 
 _enter = distinct.jit(track.enter, donate_argnums=1)
+_reach = distinct.jit(track.reach)
 
 
 @functools.partial(distinct.jit, static_argnums=2)
@@ -521,12 +526,6 @@ def _done(attack: Attack, state: PyTree, number: int) -> Array:
     done = attack.stages[number].done
     assert done is not None
     return done(state)
-
-
-@distinct.jit
-def _reach(attack: Attack, samples: Samples, moving: Track, index: Array) -> tuple[Found, Array]:
-    samples, batch = _take((samples, moving), index)
-    return track.reach(attack, samples, batch), samples.y
 
 
 def _refuse_faults(fine: np.ndarray) -> None:

@@ -14,6 +14,7 @@ from wdjax.core import Classifier
 from wdjax.lipschitz.margin import contrasts
 from wdjax.parallel import AnyArray
 from wdjax.precision import full_precision
+from wdjax.xla_cpu import drawn
 
 
 @full_precision
@@ -118,7 +119,7 @@ def _sampled(
     def turn(best: jax.Array, k: jax.Array) -> tuple[jax.Array, None]:
         one, two, three = jax.random.split(jax.random.fold_in(key, k), 3)
         mixture = pull(jax.random.normal(one, logits.shape, logits.dtype))[0]
-        noise = jax.random.normal(two, x.shape, x.dtype)
+        noise = drawn(jax.random.normal, two, x.shape, x.dtype)
         reach = eps * jax.random.uniform(three, eps.shape, eps.dtype)
         far = x + norms.spread(eps, x) * norms.dual_maximizer(mixture, norm)
         length = norms.spread(reach / norms.lp_norm(noise, norm), x)

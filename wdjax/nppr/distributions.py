@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from wdjax import distinct, norms
 from wdjax.balls import Lp
 from wdjax.core import Array
+from wdjax.xla_cpu import drawn
 
 _BALL: Any = dataclasses.field(default=Lp(), metadata={"static": True})
 
@@ -51,7 +52,8 @@ class UniformBall:
         shape = x.shape[1:]
         if self.ball.norm == math.inf:
             return self.eps * _per_input(
-                keys, lambda key: jax.random.uniform(key, (draws, *shape), x.dtype, -1.0, 1.0)
+                keys,
+                lambda key: drawn(jax.random.uniform, key, (draws, *shape), x.dtype, -1.0, 1.0),
             )
         each = jax.vmap(lambda key: self.ball.noise(key, shape, x.dtype))
         return self.eps * _per_input(keys, lambda key: each(jax.random.split(key, draws)))
@@ -186,4 +188,5 @@ def _per_input(keys: Array, draw: Callable[[Array], Array]) -> Array:
 
 def _normal(keys: Array, x: Array, draws: int) -> Array:
     """``[n, draws, *shape]``: standard normal numbers, by each input's own key."""
-    return _per_input(keys, lambda key: jax.random.normal(key, (draws, *x.shape[1:]), x.dtype))
+    shape = (draws, *x.shape[1:])
+    return _per_input(keys, lambda key: drawn(jax.random.normal, key, shape, x.dtype))

@@ -12,6 +12,7 @@ import numpy as np
 
 from wdjax import distinct
 from wdjax.core import Array
+from wdjax.xla_cpu import drawn
 
 
 @distinct.register_dataclass
@@ -78,9 +79,11 @@ def soft(key: Array, mixture: Mixture, inputs: int, draws: int, tau: Array | flo
     1.0
     """
     pick, noise = jax.random.split(key)
-    gumbel = jax.random.gumbel(pick, (inputs, draws, mixture.logits.shape[-1]), mixture.mean.dtype)
+    shape = (inputs, draws, mixture.logits.shape[-1])
+    gumbel = drawn(jax.random.gumbel, pick, shape, mixture.mean.dtype)
     z = jax.nn.softmax((jax.nn.log_softmax(mixture.logits)[:, None] + gumbel) / tau, axis=-1)
-    xi = jax.random.normal(noise, (*z.shape, mixture.mean.shape[-1]), mixture.mean.dtype)
+    every = (*z.shape, mixture.mean.shape[-1])
+    xi = drawn(jax.random.normal, noise, every, mixture.mean.dtype)
     return _combined(mixture, z, z[..., None] * xi)
 
 
@@ -105,7 +108,8 @@ def hard(key: Array, mixture: Mixture, inputs: int, draws: int) -> Array:
     count = mixture.logits.shape[-1]
     chosen = jax.random.categorical(pick, mixture.logits[:, None], shape=(inputs, draws))
     z = jax.nn.one_hot(chosen, count, dtype=mixture.mean.dtype)
-    xi = jax.random.normal(noise, (inputs, draws, mixture.mean.shape[-1]), mixture.mean.dtype)
+    shape = (inputs, draws, mixture.mean.shape[-1])
+    xi = drawn(jax.random.normal, noise, shape, mixture.mean.dtype)
     return _combined(mixture, z, z[..., None] * xi[:, :, None])
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array
+from wdjax.xla_cpu import drawn
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 
@@ -109,7 +110,7 @@ def quantized(noise: Noise, step: float, key: Array, x: Array, scale: Array) -> 
 
 def laplace(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """Laplace noise of standard deviation 1."""
-    return jax.random.laplace(key, shape, dtype) * math.sqrt(0.5)
+    return drawn(jax.random.laplace, key, shape, dtype) * math.sqrt(0.5)
 
 
 def check_sigma(sigma: Any) -> None:

@@ -18,6 +18,7 @@ from wdjax.core import AnyArray, Array
 from wdjax.smoothing import grid
 from wdjax.smoothing.flow import Flow
 from wdjax.smoothing.grid import Noise, Numbers, perturb
+from wdjax.xla_cpu import drawn
 
 __all__ = ["Flow", "Gaussian", "Laplace", "Noise", "Uniform", "perturb"]
 
@@ -73,7 +74,7 @@ class Gaussian(_Independent):
     family: str = _family("gaussian")
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        return self.sigma * jax.random.normal(key, shape, dtype)
+        return self.sigma * drawn(jax.random.normal, key, shape, dtype)
 
     def offset(self, key: Array, x: Array) -> Array:
         return self.pattern(key, x.shape, x.dtype)
@@ -151,7 +152,7 @@ class Uniform(_Independent):
 
     def pattern(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         half = math.sqrt(3) * self.sigma
-        return half * jax.random.uniform(key, shape, dtype, -1.0, 1.0)
+        return half * drawn(jax.random.uniform, key, shape, dtype, -1.0, 1.0)
 
     def offset(self, key: Array, x: Array) -> Array:
         return self.pattern(key, x.shape, x.dtype)

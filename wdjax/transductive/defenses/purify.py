@@ -11,6 +11,7 @@ from wdjax.attacks.ascent import setting
 from wdjax.checks import validate
 from wdjax.core import Array, Model, PyTree
 from wdjax.transductive.defense import Stateless
+from wdjax.xla_cpu import drawn
 
 
 @distinct.register_dataclass
@@ -70,7 +71,7 @@ class Purify(Stateless):
 
     def predict(self, memory: PyTree, adapted: "_Noise", x: Array) -> Array:
         key = jax.random.wrap_key_data(adapted.key)
-        noise = jax.random.uniform(key, x.shape[1:], x.dtype, -1.0, 1.0) * self.radius
+        noise = drawn(jax.random.uniform, key, x.shape[1:], x.dtype, -1.0, 1.0) * self.radius
         ends = (None, None) if self.box is None else self.box
         start = jnp.clip(x + adapted.strength * noise, *ends)
         label = jax.lax.stop_gradient(jnp.argmax(self.model(start), axis=-1))
