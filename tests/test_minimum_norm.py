@@ -515,6 +515,18 @@ def test_victims_without_logits_can_be_walked_but_not_ranked():
         wdjax.search(attacks.Walk(targets=1), one, x, y, criterion=above)
 
 
+def test_walks_to_classes_do_not_follow_a_criterion_of_infinite_slope():
+    def root(out, y):
+        return jnp.sqrt(jnp.maximum(losses.decision_margin(out, y), 0.0))
+
+    w = jnp.array([[1.0, 0.0, -1.0], [0.0, 1.0, 0.5]])
+    model, x, y = wdjax.Model(lambda w, x: x @ w, w), jnp.array([[0.7, 0.3]] * 5), jnp.zeros(5, int)
+    how = {"criterion": root, "diagnose": False}
+    found = wdjax.search(attacks.Walk(FREE[2], steps=40, targets=2), model, x, y, **how)
+    np.testing.assert_allclose(found.cost, 0.4 / 2**0.5, rtol=0.01)
+    assert not np.any(found.fault)
+
+
 def test_norms_that_an_attack_does_not_know_are_refused():
     for make in (
         lambda: attacks.DDN(Lp()),
@@ -535,6 +547,7 @@ def test_a_far_walk_begins_at_the_scale_it_is_given(norm):
     """The start is anywhere; an eps leads the first step into ``width * eps``, 0 nowhere."""
     model, x, y = curved(n=6)
     walk = attacks.Walk(Lp(norm), steps=1, far=True, width=1.5)
+    first = next(stage for stage in walk.stages if stage.length)
     victim = Victim(model, wdjax.losses.margin)
     keys = jax.random.split(jax.random.key(0), 6)
     distances = {}
@@ -542,7 +555,7 @@ def test_a_far_walk_begins_at_the_scale_it_is_given(norm):
         radii = None if eps is None else jnp.full(6, eps)
         samples = Samples(x, y, radii, model(x))
         begun = walk.init(victim, samples, None, keys)
-        moved, _ = walk.stages[0].step(victim, samples, begun)
+        moved, _ = first.step(victim, samples, begun)
         distances[eps] = np.asarray(walk.ball.cost(x, moved.x))
     assert (distances[0.01] <= 0.015 * (1 + 1e-5)).all()
     assert distances[0.01].max() > 0.01

@@ -147,6 +147,7 @@ OTHERS = {
     "wdjax.metrics", "wdjax.losses", "wdjax.norms", "wdjax.models.functional",
     "wdjax.models.learning", "wdjax.models.one_lipschitz", "wdjax.models.small", "wdjax.transport",
     "wdjax.transductive.adamod", "wdjax.transductive.objectives", "wdjax.lipschitz.transformer",
+    "wdjax.xla_cpu",
 }  # fmt: skip
 
 

@@ -364,6 +364,11 @@ def top_rivals(logits: Array, y: Array, count: int) -> Array:
     return jax.lax.top_k(others, count)[1].astype(y.dtype)
 
 
+def are_logits(out: PyTree) -> bool:
+    """Whether a model's output is one array ``[n, K]`` with K >= 2."""
+    return getattr(out, "ndim", 0) == 2 and out.shape[-1] >= 2
+
+
 def need_logits(name: str, out: PyTree) -> None:
     """Raises unless a model's output is logits ``[n, K]`` with K >= 2.
 
@@ -376,7 +381,7 @@ def need_logits(name: str, out: PyTree) -> None:
       ...
     ValueError: WDA follows single classes and needs logits [n, K], got (5, 1); use Walk, FMN or ...
     """
-    if getattr(out, "ndim", 0) != 2 or out.shape[-1] < 2:
+    if not are_logits(out):
         raise ValueError(
             f"{name} follows single classes and needs logits [n, K], got "
             f"{jax.tree.map(jnp.shape, out)}; use Walk, FMN or PDPGD, which follow a criterion, or "

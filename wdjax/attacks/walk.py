@@ -1,10 +1,12 @@
 """A minimum-norm attack that walks along the boundary towards the sample."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+import functools
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from wdjax import distinct, losses, norms
 from wdjax.attacks import ascent, nearest, rivals
@@ -12,7 +14,7 @@ from wdjax.attacks.ascent import setting
 from wdjax.attacks.nearest import Nearest
 from wdjax.balls import Lp
 from wdjax.checks import validate
-from wdjax.core import Array, Info, PyTree, Samples, Stage, Victim
+from wdjax.core import Array, Criterion, Info, PyTree, Samples, Stage, Victim
 
 _RANKED = 5
 """The number of classes compared to rank the targets."""
@@ -29,7 +31,7 @@ class State(NamedTuple):
     home: Array
     """The start of each walk, ``[n, *shape]``."""
     rivals: Array | None
-    """``[n, columns]``, None without targets."""
+    """``[n, columns]``: the classes to walk to, the label for none; None if no walk has one."""
     walk: Array
     """``[n]``: the number of the present walk, which is the column of its target."""
     first: Array
@@ -120,8 +122,9 @@ class Walk:
     @property
     def stages(self) -> tuple[Stage, ...]:
         done = self._near if self.within else None
+        ranking = Stage(self._rank, 1 if self.targets else 0, done)
         walk = Stage(self._walk, self.steps, done), Stage(self._end, 1, done)
-        return (Stage(self._rank, 1, done), *walk * self.targets) if self.targets else walk
+        return ranking, *walk * max(1, self.targets)
 
     @property
     def shared(self) -> tuple["Walk", "Walk"]:
@@ -132,7 +135,7 @@ class Walk:
         if type(self) is not Walk:
             return self, self
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        one = SharedWalk(**given | {"targets": self.targets and self._columns})
+        one = SharedWalk(**given | {"targets": self._columns})
         return one, dataclasses.replace(one, far=False)
 
     @property
@@ -144,12 +147,11 @@ class Walk:
         self, victim: Victim, samples: Samples, start: Array | None, keys: Array | None
     ) -> State:
         x, y = samples.x, samples.y
-        if self.targets:
-            ascent.need_logits("Walk with targets", samples.out)
         home = x if start is None else self.ball.clip(start)
         if self.far:
             home = nearest.far_start(self.ball, home, keys)
-        classes = jnp.repeat(y[:, None], self._columns, axis=1) if self.targets else None
+        aims = self.targets and ascent.are_logits(samples.out)
+        classes = jnp.repeat(y[:, None], self._columns, axis=1) if aims else None
         unknown = jnp.full(len(y), jnp.inf, x.dtype)
         none = jnp.zeros(len(y), jnp.int32)
         best = nearest.nearest_before(victim, samples)
@@ -162,6 +164,7 @@ class Walk:
 
     def _rank(self, victim: Victim, samples: Samples, state: State) -> tuple[State, Info]:
         """The first stage with targets: chooses each sample's nearest target classes."""
+        ascent.need_logits("Walk with targets", samples.out)
         among = max(_RANKED, self._columns)
         ranking, info = rivals.rank(
             victim, samples.x, samples.y, self.ball.norm, among, self._columns
@@ -179,18 +182,24 @@ class Walk:
         grow. The present point is kept if it is the nearest flip.
         """
         x, y, norm = state.x, samples.y, self.ball.norm
+        target = y
+        if state.rivals is not None:
+            target = jnp.take_along_axis(state.rivals, state.walk[:, None], axis=1)[:, 0]
+        towards = functools.partial(losses.targeted_margin, target=target)
 
         def objective(out: PyTree, y: Array) -> Array:
             if state.rivals is None:
                 return victim.criterion(out, y)
-            target = jnp.take_along_axis(state.rivals, state.walk[:, None], axis=1)[:, 0]
-            return losses.targeted_margin(out, y, target)
+            return _either(target != y, towards, victim.criterion, out, y)
 
         seen = ascent.slope(victim, x, y, objective)
         info = ascent.note(victim, y, seen)
         best = nearest.keep_nearest(state.best, self.ball, victim, samples, x, seen.out)
-        fallen = ascent.read(victim.criterion, samples, seen.out).beyond > 0
-        value = ascent.read(objective, samples, seen.out).beyond
+        value = ascent.read(victim.criterion, samples, seen.out).beyond
+        fallen = value > 0
+        if state.rivals is not None:
+            aimed = ascent.read(towards, samples, seen.out).beyond.astype(value.dtype)
+            value = jnp.where(target != y, aimed, value)
         size = nearest.cosine(self.step_size, 0.01 * self.step_size, state.taken, self.steps)
         share = nearest.cosine(self.shrink, 0.001, state.taken, self.steps)
         gap = nearest.plane_distance(value, seen.gradient, norm)
@@ -253,6 +262,21 @@ class Walk:
     def _near(self, state: State) -> Array:
         """``[n]``: whether there is a flip at a distance of at most the limit."""
         return state.best.known & (state.best.cost <= state.limit)
+
+
+def _either(which: Array, one: Criterion, other: Criterion, out: Array, y: Array) -> Array:
+    """``[n]``: for its gradient alone, that of ``one`` or, where not ``which``, that of ``other``.
+
+    A choice between both criteria would have NaN gradients where the one that is not chosen has an
+    infinite slope.
+    """
+
+    def slope(criterion: Criterion) -> Array:
+        value, pullback = jax.vjp(lambda out: criterion(out, y), out)
+        return cast(Array, pullback(jnp.ones_like(value))[0])
+
+    chosen = jnp.where(which[:, None], slope(one), slope(other))
+    return jnp.sum(lax.stop_gradient(chosen) * out, axis=-1)
 
 
 @distinct.register_dataclass
