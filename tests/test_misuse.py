@@ -439,3 +439,34 @@ def test_a_certificate_prints_its_counts():
     found = certify.verify(**SHAPED, norm=jnp.inf, eps=0.0)
     counts = int(found.verified.sum()), len(X)
     assert repr(found).startswith("Certificate({} of {} samples verified, ".format(*counts))
+
+
+def _rejecting(w, x):
+    logits = x @ w
+    return logits, 0.5 - jnp.ptp(logits, axis=1)
+
+
+REJECTING = wdjax.Model(_rejecting, jnp.linspace(-1, 1, 12).reshape(4, 3))
+OF_LOGITS = [
+    attacks.PGD(),
+    attacks.APGD(),
+    attacks.Square(queries=5),
+    attacks.DDN(),
+    attacks.WPGD(),
+]
+
+
+def _accepted(out, y):
+    return jnp.minimum(losses.decision_margin(out[0], y), -out[1])
+
+
+@pytest.mark.parametrize("attack", OF_LOGITS, ids=lambda attack: type(attack).__name__)
+def test_a_loss_of_logits_is_told_where_a_model_may_reject(attack):
+    how = dict(criterion=_accepted, key=KEY) | ({} if attack.budget == "none" else {"eps": 0.1})
+    name = type(attack).__name__
+    with pytest.raises(ValueError, match=f"the loss of {name}, .* pass {name} a loss="):
+        wdjax.search(attack, REJECTING, X, Y, **how)
+    with pytest.raises(ValueError, match=f"the loss of {name}, "):
+        jax.jit(lambda x: wdjax.search(attack, REJECTING, x, Y, **how).cost)(X)
+    own = dataclasses.replace(attack, loss=_accepted)
+    assert wdjax.search(own, REJECTING, X, Y, **how, diagnose=False).cost.shape == (2,)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import loops
+from wdjax import loops, losses
 from wdjax.checks import independence
 from wdjax.core import AnyArray, Array, Attack, PyTree, Samples
 
@@ -315,11 +315,33 @@ def check_search(
             "a transductive model needs its whole batch, which is kept inside jit only: wrap the "
             "search in jax.jit, or play a game (wdjax.transductive)."
         )
+    if criterion is not None:
+        _check_loss(attack, shapes_of(model, x), y)
     if attack.budget == "data":
         _check_axis(attack)
     if sound is not None and radii is not None:
         sound &= jnp.isfinite(radii) & (radii >= 0)
     return attack, Samples(x, y, radii, None), start, indices, only, sound
+
+
+def _check_loss(attack: Attack, out: PyTree, y: Array) -> None:
+    """Raises unless an attack's loss takes ``out``, the shapes of a model's outputs.
+
+    With a criterion these may be any pytree, of which the losses of the library know logits alone.
+    """
+    if not hasattr(attack, "loss") or getattr(attack, "targets", 0):
+        return
+    name, loss = type(attack).__name__, attack.loss
+    try:
+        jax.eval_shape(losses.cross_entropy if loss is None else loss, out, y)
+    except Exception as error:  # Whatever the loss's own code raises.
+        called = "the default" if loss is None else getattr(loss, "__name__", repr(loss))
+        raise ValueError(
+            f"the loss of {name}, {called}, does not take the model's outputs, of shapes "
+            f"{jax.tree.map(jnp.shape, out)}: pass {name} a loss=(out, y) -> [n] that rises where "
+            "the criterion does, or use Walk, FMN or PDPGD, which follow the criterion "
+            f"({type(error).__name__}: {error})."
+        ) from error
 
 
 def _check_axis(attack: Attack) -> None:
