@@ -310,6 +310,39 @@ def test_an_attack_hardly_better_than_noise_is_looked_at_again(name):
     assert (reach[overlooked] <= eps * 1.01 + 0.02 * ("shattered" in name)).all()
 
 
+WITHIN = {
+    "fast": lambda *task, **how: ensembles.fast(*task, **how).found,
+    "a3_wda": lambda *task, **how: ensembles.a3_wda(*task, passes=60, **how),
+}
+
+
+def _partly_rounded(w, x):
+    return jnp.concatenate([jnp.round(x[:, :2] * 16) / 16, x[:, 2:]], axis=1) @ w
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_suites_look_again_where_some_coordinates_have_no_gradient(name):
+    """The rounded coordinates decide: a step of one of them flips each sample. No gradient is 0,
+    since the others have one, which leads nowhere."""
+    rng = np.random.default_rng(3)
+    w = rng.normal(size=(4, 4)) * [[1.0], [1.0], [0.1], [0.1]]
+    model = wdjax.Model(_partly_rounded, jnp.asarray(w, jnp.float32))
+    x = rng.uniform(0.1, 0.9, (4000, 4)).astype(np.float32)
+    steps = np.eye(4, dtype=np.float32)[[0, 0, 1, 1]] * [[0.0625], [-0.0625], [0.0625], [-0.0625]]
+    y = np.asarray(model(x)).argmax(1)
+    flipped = [np.asarray(model((x + step).astype(np.float32))).argmax(1) != y for step in steps]
+    chosen = np.flatnonzero(np.any(flipped, axis=0))[:24]
+    task, how = (model, x[chosen], y[chosen]), {"eps": 0.07, "key": KEY, "ball": Lp(2)}
+    with pytest.warns(RobustnessWarning, match=f"^{name}: .*at most .* a second look") as seen:
+        found = WITHIN[name](*task, **how)
+    assert len(seen) == 1
+    assert Path(seen[0].filename) == Path(__file__)
+    assert np.sum(found.overlooked) >= 3
+    with warnings.catch_warnings(action="error"):
+        again = WITHIN[name](*task, diagnose=False, **how)
+    np.testing.assert_array_equal(again.x_adv, found.x_adv)
+
+
 def test_long_enough_steps_in_many_coordinates_need_no_second_look():
     model = wdjax.Model(lambda w, x: x @ w, WIDE)
     for attack in (attacks.PGD(steps=5), attacks.WDA(), attacks.APGD(), attacks.PGD(Lp(2))):

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax.attacks import WDA, Diversified
+from wdjax.attacks import WDA, Diversified, MarginPGD
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import SEARCH_TWIN, host_only
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
-from wdjax.engine import driver
-from wdjax.engine.diagnosis import diagnosed
-from wdjax.ensembles.cascade import survivors
+from wdjax.engine import diagnosis, driver
+from wdjax.ensembles.cascade import LOOK, survivors
+from wdjax.precision import full_precision
 
 _LEAST = 100
 """Minimum number of samples that a round attacks, if so many survive."""
@@ -55,7 +55,7 @@ _FIRST, _FINAL = 1, 10
 """The round whose flips decide the label weights, and the first round with the final weights."""
 
 
-@diagnosed
+@full_precision
 def a3(
     model: Callable[[Array], PyTree],
     x: AnyArray,
@@ -69,6 +69,7 @@ def a3(
     only: Any = None,
     checkpoint: str | PathLike[str] | None = None,
     report: Callable[[str, Found], Any] | None = None,
+    diagnose: bool = True,
     **options: Any,
 ) -> Found:
     """Adaptive Auto Attack: rounds of diversified starts and margin ascents on the survivors.
@@ -91,6 +92,7 @@ def a3(
       checkpoint: a folder; a call that was interrupted resumes from it, with equal results.
       report: called with a name and what has been found so far, after every search; a true value
         ends the attack.
+      diagnose: as for :func:`wdjax.search`, once at the end; with ``only`` no second look is taken.
       **options: of :func:`wdjax.search`, but no ``criterion``, which starts and losses would not
         follow.
 
@@ -121,6 +123,30 @@ def a3(
     validate.refuse_criterion("a3", options)
     host_only("a3", SEARCH_TWIN, model, x, y, eps, key, only)
     passes = float(validate.check_number("passes", passes))
+    found = _rounds(
+        ball, finisher, passes, checkpoint, report, model, x, y, eps=eps, key=key, only=only,
+        **options,
+    )  # fmt: skip
+    task = model, x, y, eps, key
+    return _looked_again("a3", found, ball, *task, only, options) if diagnose else found
+
+
+def _rounds(
+    ball: Lp,
+    finisher: Attack | None,
+    passes: float,
+    checkpoint: str | PathLike[str] | None,
+    report: Callable[[str, Found], Any] | None,
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    *,
+    eps: Any,
+    key: Array,
+    only: Any,
+    **options: Any,
+) -> Found:
+    """The rounds of :func:`a3`, whose arguments these are."""
     folder, number, down, found = Path(checkpoint or "."), 0, True, None
     for turn in range(len(ROUNDS)):
         for _ in range(ROUNDS[turn].restarts):
@@ -142,7 +168,31 @@ def a3(
     return found
 
 
-@diagnosed
+def _looked_again(
+    name: str,
+    found: Found,
+    ball: Lp,
+    model: Callable[[Array], PyTree],
+    x: AnyArray,
+    y: AnyArray,
+    eps: Any,
+    key: Array,
+    only: Any,
+    options: dict[str, Any],
+) -> Found:
+    """The result with the second look and the warning of a margin ascent within ``eps``.
+
+    Samples that ``only`` ``[n]`` leaves out are not looked at, so with it no look is taken.
+    """
+    if only is not None:
+        diagnosis.warn(name, found)
+        return found
+    how = {option: options[option] for option in LOOK if option in options}
+    look = MarginPGD(ball)
+    return driver.looked_again(found, look, model, x, y, eps=eps, key=key, name=name, **how)
+
+
+@full_precision
 def a3_wda(
     model: Callable[[Array], PyTree],
     x: AnyArray,
@@ -152,6 +202,7 @@ def a3_wda(
     key: Array,
     ball: Lp = Lp(),
     rivals: int | None = None,
+    diagnose: bool = True,
     **options: Any,
 ) -> Found:
     """A3-WDA: :func:`a3` whose ascents are those of the Wasserstein distributional attack.
@@ -163,6 +214,7 @@ def a3_wda(
     Args:
       model, x, y, eps, key, ball: as in :func:`a3`.
       rivals: maximum number of classes that WDA tries; by default WDA's own choice.
+      diagnose: as in :func:`a3`.
       **options: of :func:`a3`.
 
     Returns:
@@ -183,9 +235,11 @@ def a3_wda(
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     finisher = WDA(ball, rivals=rivals, iterate="best")
-    return a3(
+    found = a3(
         model, x, y, eps=eps, key=key, ball=ball, finisher=finisher, diagnose=False, **options
     )
+    task = model, x, y, eps, key, options.get("only")
+    return _looked_again("a3_wda", found, ball, *task, options) if diagnose else found
 
 
 def _ask(

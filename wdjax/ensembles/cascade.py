@@ -100,11 +100,11 @@ def cascade(
     if only is not None:
         diagnosis.warn("cascade", found)
         return found
-    how = {name: options[name] for name in _LOOK if name in options}
+    how = {name: options[name] for name in LOOK if name in options}
     return driver.looked_again(found, attack, model, x, y, eps=eps, key=key, name="cascade", **how)
 
 
-_LOOK = "criterion", "mask", "index", "batch_size", "mesh"
+LOOK = "criterion", "mask", "index", "batch_size", "mesh"
 """Options of the searches that hold for the second look."""
 
 

@@ -14,8 +14,8 @@ from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
 from wdjax.engine import driver
-from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.question import Question, question
+from wdjax.precision import full_precision
 
 _RESTARTS = 30
 _CHEAP = 2.0
@@ -47,7 +47,7 @@ class Account(NamedTuple):
         return next(leg for leg in self.legs if leg.accuracy <= self.legs[-1].accuracy)
 
 
-@diagnosed
+@full_precision
 def fast(
     model: Callable[[Array], PyTree],
     x: AnyArray,
@@ -57,6 +57,7 @@ def fast(
     key: Array | None = None,
     ball: Lp = Lp(),
     passes: int = 150,
+    diagnose: bool = True,
     checkpoint: str | PathLike[str] | None = None,
     **options: Any,
 ) -> Account:
@@ -80,6 +81,7 @@ def fast(
       ball: norm and box.
       passes: maximum mean number of backward passes, and of forward passes, a sample: a search that
         could exceed it is not begun.
+      diagnose: as for :func:`wdjax.search`, once at the end; beyond ``passes``.
       checkpoint: a folder; a call that was interrupted resumes from it, bit for bit.
       **options: ``criterion``, ``index``, ``batch_size``, ``mesh``, ``callback`` of
         :func:`wdjax.search`.
@@ -128,7 +130,10 @@ def fast(
         broke = go_on("8 steps, random start", MarginPGD(ball, far=True), 9)
         if not broke and 8 * np.mean(found.correct & ~found.success) > _CHEAP:
             break
-    return _hunt(ask, ball, found, radii, legs, passes)
+    account = _hunt(ask, ball, found, radii, legs, passes)
+    if not diagnose:
+        return account
+    return account._replace(found=ask.looked_again("fast", account.found, MarginPGD(ball), radii))
 
 
 def _hunt(
