@@ -74,6 +74,26 @@ def test_a_loss_that_says_nothing_of_the_margin_is_seen():
     assert result.overlooked.any()
 
 
+@pytest.mark.parametrize("attack", [attacks.PGD(Lp(2), steps=40), attacks.APGD(Lp(2))])
+def test_cross_entropy_of_small_logits_is_looked_at_again(attack):
+    """Its gradient flees from the label towards all classes, so that near flips are missed."""
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(8, 4)).astype(np.float32)
+    x = rng.uniform(0.35, 0.65, (60, 8)).astype(np.float32)
+    y = (x @ w).argmax(axis=1)
+    gaps = (x @ w).max(axis=1, keepdims=True) - x @ w
+    slopes = np.linalg.norm(w.T[y][:, None] - w.T[None], axis=-1)
+    reach = np.min(np.where(gaps > 0, gaps / np.maximum(slopes, 1e-9), np.inf), axis=1)
+    small = wdjax.Model(lambda w, x: 1e-3 * (x @ w), w)
+    with pytest.warns(RobustnessWarning, match="survive this attack, at most .* a second look"):
+        found = wdjax.search(attack, small, x, y, eps=0.1, key=KEY)
+    broken = np.asarray(found.success | found.overlooked)
+    np.testing.assert_array_equal(broken, reach < 0.1)
+    own = wdjax.Model(lambda w, x: x @ w, w)
+    with warnings.catch_warnings(action="error"):
+        wdjax.search(attack, own, x, y, eps=0.1, key=KEY)
+
+
 def test_minimum_norm_attacks_are_looked_at_again_in_the_whole_box():
     with pytest.warns(RobustnessWarning, match="second look"):
         found = wdjax.search(attacks.FMN(steps=4), BLIND["rounded input"], X, Y)

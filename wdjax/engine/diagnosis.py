@@ -6,7 +6,8 @@ attacks, which use the margin itself or no gradients at all, show how much a bet
 find. The same is asked with 300 queries where an attack's points are hardly better than random
 noise: its steps are too few or too short, or its gradients mislead. And where the radius is half of
 the box or more, since there nearly every sample has a flip; and for a criterion of the user's own,
-which the second look follows, while the loss of many an attack does not.
+which the second look follows, while the loss of many an attack does not; and for cross-entropy of
+small logits, whose gradient hardly points to the nearest class.
 """
 
 import functools
@@ -44,6 +45,9 @@ label, by which labels are told not to be counted from 0."""
 _QUERIES = 30, 300
 """Queries of the random search in a second look, after two margin ascents of eight steps each; and
 where the attack was hardly better than noise."""
+_FLAT = 0.3
+"""The median margin in logits below which cross-entropy hardly tells the nearest class from others:
+its gradient flees from the label, towards all of them."""
 _NOISE = 2
 """An attack is hardly better than noise if it raises the median margin of the survivors by less
 than so many times what noise of the same size does."""
@@ -119,7 +123,7 @@ def _looked_at(
     far = radius >= _FAR * ball.diameter(found.x_adv.shape[1:])
     blind, doubted = _is_blind(found, attack, clean), mine < _NOISE * noise
     doubted |= own is not None or (attack.budget == "sample" and bool(np.all(far)))
-    if blind or doubted:
+    if blind or doubted or _is_flat(found, attack, clean):
         broken, failed = _overlooked(found, ball, radius, _QUERIES[doubted], again, own)
         found = replace(found, overlooked=broken) if blind or broken.any() else found
     if mine >= noise:
@@ -279,6 +283,17 @@ def _is_blind(found: Found, attack: Attack, clean: np.ndarray) -> bool:
         return True
     stuck = np.asarray(found.margin)[left] <= clean[left]
     return attack.budget != "none" and bool(stuck.mean() > _SHARE)
+
+
+def _is_flat(found: Found, attack: Attack, clean: np.ndarray) -> bool:
+    """Whether the attack raises cross-entropy, of logits of which most margins are small.
+
+    ``clean`` ``[n]`` is the criterion at the samples.
+    """
+    loss = getattr(attack, "loss", losses.margin) or losses.cross_entropy  # None is APGD's.
+    if loss is not losses.cross_entropy or getattr(attack, "targets", 0):
+        return False
+    return float(np.median(-clean[_standing(found)])) < _FLAT
 
 
 def _chosen(found: Found) -> np.ndarray:
