@@ -329,7 +329,7 @@ def _check_loss(attack: Attack, out: PyTree, y: Array) -> None:
 
     With a criterion these may be any pytree, of which the losses of the library know logits alone.
     """
-    if not hasattr(attack, "loss") or getattr(attack, "targets", 0):
+    if not hasattr(attack, "loss") or getattr(attack, "targets", None):
         return
     name, loss = type(attack).__name__, attack.loss
     try:

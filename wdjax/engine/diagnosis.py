@@ -291,7 +291,7 @@ def _is_flat(found: Found, attack: Attack, clean: np.ndarray) -> bool:
     ``clean`` ``[n]`` is the criterion at the samples.
     """
     loss = getattr(attack, "loss", losses.margin) or losses.cross_entropy  # None is APGD's.
-    if loss is not losses.cross_entropy or getattr(attack, "targets", 0):
+    if loss is not losses.cross_entropy or getattr(attack, "targets", None):
         return False
     return float(np.median(-clean[_standing(found)])) < _FLAT
 
