@@ -332,6 +332,7 @@ def test_an_attack_hardly_better_than_noise_is_looked_at_again(name):
 
 WITHIN = {
     "fast": lambda *task, **how: ensembles.fast(*task, **how).found,
+    "a3": lambda *task, **how: ensembles.a3(*task, passes=60, **how),
     "a3_wda": lambda *task, **how: ensembles.a3_wda(*task, passes=60, **how),
 }
 
@@ -361,6 +362,23 @@ def test_suites_look_again_where_some_coordinates_have_no_gradient(name):
     with warnings.catch_warnings(action="error"):
         again = WITHIN[name](*task, diagnose=False, **how)
     np.testing.assert_array_equal(again.x_adv, found.x_adv)
+
+
+@pytest.mark.parametrize("straight", [False, True], ids=["no gradient", "straight-through"])
+def test_distances_in_a_model_that_rounds_are_told_to_be_too_long(straight):
+    def rounded(w, x):
+        whole = jnp.round(8 * x) / 8
+        return (x + jax.lax.stop_gradient(whole - x) if straight else (whole + x) / 2) @ w
+
+    model = wdjax.Model(rounded, W)
+    y = jnp.argmax(model(X), axis=1)
+    told = r"rounds what it computes from its inputs \(round\).*distances may be too long"
+    with pytest.warns(RobustnessWarning, match=told):
+        wdjax.search(attacks.FMN(), model, X, y)
+    with pytest.warns(RobustnessWarning, match=f"^wda_star: .*{told}"):
+        ensembles.wda_star(model, X, y, key=KEY, passes=60)
+    with warnings.catch_warnings(action="error"):
+        wdjax.search(attacks.Square(queries=5), model, X, y, eps=1e-6, key=KEY)
 
 
 def test_long_enough_steps_in_many_coordinates_need_no_second_look():

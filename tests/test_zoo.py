@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from wdjax import models
+from wdjax.checks import rounding
 from wdjax.models import convert, zoo
 from wdjax.models.functional import functional
 from wdjax.models.pytorch import buffers, slots
@@ -82,6 +83,14 @@ def test_every_entry_builds_abstractly(entry):
     features = jax.eval_shape(call, models.features(model), x)
     assert features.shape[0] == 2
     assert len(features.shape) == 2
+
+
+@pytest.mark.parametrize("family", sorted({entry.family for entry in zoo.entries()}))
+def test_no_architecture_rounds(family):
+    entry = next(entry for entry in zoo.entries() if entry.family == family)
+    model = functional(zoo.build(entry.family, entry.options, entry.normalize))
+    x = jax.ShapeDtypeStruct((2, entry.input, entry.input, 3), jnp.float32)
+    assert rounding.found(model, x) is None
 
 
 @pytest.mark.fast

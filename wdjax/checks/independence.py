@@ -40,12 +40,12 @@ def proof(
     model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any, n: int = _ROWS
 ) -> batch_axis.BatchProof:
     """What the model's program shows for n samples of a shape; no sample is looked at."""
-    closed = _program(model, shape, dtype, n)
+    closed = traced(model, shape, dtype, n)
     parameters = len(closed.jaxpr.invars) - 1
     return batch_axis.prove(closed, [False] * parameters + [True])
 
 
-def _program(
+def traced(
     model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any, n: int
 ) -> ClosedJaxpr:
     """The model's program for n samples of a shape."""
@@ -58,16 +58,16 @@ def _has_one_program(
     """Whether the model is one program for batches of all ``sizes``, and of one sample if it takes
     one alone."""
     with plain():  # Other forms of convolutions are chosen by the size of the batch.
-        programs = {n: _program(model, shape, dtype, n) for n in sizes}
+        programs = {n: traced(model, shape, dtype, n) for n in sizes}
         if _takes_one(model, shape, dtype):
-            programs[1] = _program(model, shape, dtype, 1)
+            programs[1] = traced(model, shape, dtype, 1)
     return batch_size.is_one_program(programs)
 
 
 def _takes_one(model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any) -> bool:
     """Whether the model can be called with one sample; if not, it has no other answer for it."""
     try:
-        _program(model, shape, dtype, 1)
+        traced(model, shape, dtype, 1)
     except Exception:  # Whatever the model's own code raises.
         return False
     return True

@@ -6,8 +6,9 @@ attacks, which use the margin itself or no gradients at all, show how much a bet
 find. The same is asked with 300 queries where an attack's points are hardly better than random
 noise: its steps are too few or too short, or its gradients mislead. And where the radius is half of
 the box or more, since there nearly every sample has a flip; and for a criterion of the user's own,
-which the second look follows, while the loss of many an attack does not; and for cross-entropy of
-small logits, whose gradient hardly points to the nearest class.
+which the second look follows, while the loss of many an attack does not; for cross-entropy of small
+logits, whose gradient hardly points to the nearest class; and for a model whose program rounds what
+it computes from its samples, of which gradients say nothing.
 """
 
 import functools
@@ -24,7 +25,7 @@ import numpy as np
 from wdjax import losses, transport
 from wdjax.attacks import FMN, PGD, MarginPGD, Points, SigmaZero, Square, ascent
 from wdjax.balls import Lp
-from wdjax.checks import validate
+from wdjax.checks import rounding, validate
 from wdjax.core import AnyArray, Attack, Found, PyTree
 from wdjax.precision import full_precision
 
@@ -73,6 +74,7 @@ def diagnose(
     again: Search,
     name: str = "",
     criterion: Criterion = losses.decision_margin,
+    model: Callable[[Any], PyTree] | None = None,
 ) -> Found:
     """Warns of what makes a result doubtful; if the attack was blind, takes a second look first.
 
@@ -85,18 +87,24 @@ def diagnose(
       again: ``(attack, eps=, only=, key=, start=) -> Found``, another search of the same samples.
       name: for the warning; by default the attack's class.
       criterion: what the search asked for.
+      model: what was attacked, if it is to be seen whether it rounds.
 
     Returns:
       ``found``, with ``overlooked`` set if the attack was blind, or if another one breaks more and
-      this one was hardly better than noise, had half of the box to search or a user's criterion.
+      this one was hardly better than noise, had half of the box to search or a user's criterion, or
+      the model rounds.
     """
     said = _missed(found, attack)
+    rounds = None if model is None else rounding.found(model, x)
+    if model is not None:
+        said += _too_long(found, model, x)
     if isinstance(attack.ball, Lp) and _standing(found).any():
         farthest = attack.ball.diameter(found.x_adv.shape[1:])
         radius = np.asarray(farthest if attack.budget == "none" else eps)
         if np.all(np.isfinite(radius)) and np.any(radius > 0):
             own = None if criterion is losses.decision_margin else criterion
-            found, doubts = _looked_at(found, attack, clean, x, radius, again, own)
+            sure = own is None and rounds is None
+            found, doubts = _looked_at(found, attack, clean, x, radius, again, own, sure)
             said += doubts
     warn(name or type(attack).__name__, found, *said)
     return found
@@ -110,11 +118,12 @@ def _looked_at(
     radius: Any,
     again: Search,
     own: Criterion | None,
+    sure: bool,
 ) -> tuple[Found, list[str]]:
     """The result after a second look, if the attack deserves one, and what else is to be said.
 
     Arguments are those of :func:`diagnose`; ``radius`` is how far the search could go, ``own`` the
-    criterion if it is the user's.
+    criterion if it is the user's. If not ``sure``, the attack deserves one whatever it found.
     """
     ball, mine, noise, failed = attack.ball, 0.0, 0.0, list[str]()
     assert isinstance(ball, Lp)
@@ -122,7 +131,7 @@ def _looked_at(
         mine, noise = _gains(found, ball, clean, np.asarray(x), radius, again)
     far = radius >= _FAR * ball.diameter(found.x_adv.shape[1:])
     blind, doubted = _is_blind(found, attack, clean), mine < _NOISE * noise
-    doubted |= own is not None or (attack.budget == "sample" and bool(np.all(far)))
+    doubted |= not sure or (attack.budget == "sample" and bool(np.all(far)))
     if blind or doubted or _is_flat(found, attack, clean):
         broken, failed = _overlooked(found, ball, radius, _QUERIES[doubted], again, own)
         found = replace(found, overlooked=broken) if blind or broken.any() else found
@@ -170,6 +179,18 @@ def _missed(found: Found, attack: Attack) -> list[str]:
     ]
 
 
+def _too_long(found: Found, model: Callable[[Any], PyTree], x: AnyArray) -> list[str]:
+    """What to say of distances that were found by gradients in a model that rounds."""
+    free = found.radius is not None and np.all(np.isinf(found.radius))
+    rounds = rounding.found(model, x) if free and np.any(found.gradients) else None
+    if rounds is None:
+        return []
+    return [
+        f"the model rounds what it computes from its inputs ({rounds}), which gradients do not "
+        "see: distances may be too long; Square within an eps takes no gradients"
+    ]
+
+
 def _unflipped(found: Found) -> list[str]:
     """What to say of samples without a flip, if their searches had the whole box."""
     farthest = np.inf if found.limit is None else np.asarray(found.limit)
@@ -195,7 +216,9 @@ def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
         if wanted:
             found: Any = getattr(answer, "found", answer)
             if not validate.traced(found):
-                warn(ensemble.__name__, found, *_unflipped(found))
+                asked = inspect.signature(ensemble).bind(*given, **options).arguments
+                more = [*_unflipped(found), *_too_long(found, asked["model"], asked["x"])]
+                warn(ensemble.__name__, found, *more)
         return answer
 
     return told

@@ -159,7 +159,8 @@ def search(
             search, model=model, x=x, y=y, criterion=criterion, mask=mask, index=index,
             diagnose=False, batch_size=batch_size, mesh=mesh,
         )  # fmt: skip
-        found = diagnosis.diagnose(found, named, clean, x, eps, again, criterion=criterion)
+        given = found, named, clean, x, eps, again
+        found = diagnosis.diagnose(*given, criterion=criterion, model=model)
     return found if form is None else replace(found, x_adv=form.tree(found.x_adv))
 
 
@@ -202,7 +203,7 @@ def looked_again(
     unmoved = search(attack, model, x, y, eps=eps, key=key, only=nobody, **how)
     again = functools.partial(search, model=model, x=x, y=y, **how)
     clean, criterion = np.asarray(unmoved.margin), options.get("criterion", losses.decision_margin)
-    return diagnosis.diagnose(found, attack, clean, x, eps, again, name, criterion)
+    return diagnosis.diagnose(found, attack, clean, x, eps, again, name, criterion, model)
 
 
 def _as_pytree(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,8 +16,8 @@ from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import SEARCH_TWIN, host_only
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
-from wdjax.engine import diagnosis, driver
-from wdjax.ensembles.cascade import LOOK, survivors
+from wdjax.engine import driver
+from wdjax.ensembles.cascade import looked_again, survivors
 from wdjax.precision import full_precision
 
 _LEAST = 100
@@ -127,8 +127,9 @@ def a3(
         ball, finisher, passes, checkpoint, report, model, x, y, eps=eps, key=key, only=only,
         **options,
     )  # fmt: skip
-    task = model, x, y, eps, key
-    return _looked_again("a3", found, ball, *task, only, options) if diagnose else found
+    if not diagnose:
+        return found
+    return looked_again("a3", found, MarginPGD(ball), (model, x, y), eps, key, only, options)
 
 
 def _rounds(
@@ -166,30 +167,6 @@ def _rounds(
                 return found
     assert found is not None
     return found
-
-
-def _looked_again(
-    name: str,
-    found: Found,
-    ball: Lp,
-    model: Callable[[Array], PyTree],
-    x: AnyArray,
-    y: AnyArray,
-    eps: Any,
-    key: Array,
-    only: Any,
-    options: dict[str, Any],
-) -> Found:
-    """The result with the second look and the warning of a margin ascent within ``eps``.
-
-    Samples that ``only`` ``[n]`` leaves out are not looked at, so with it no look is taken.
-    """
-    if only is not None:
-        diagnosis.warn(name, found)
-        return found
-    how = {option: options[option] for option in LOOK if option in options}
-    look = MarginPGD(ball)
-    return driver.looked_again(found, look, model, x, y, eps=eps, key=key, name=name, **how)
 
 
 @full_precision
@@ -238,8 +215,10 @@ def a3_wda(
     found = a3(
         model, x, y, eps=eps, key=key, ball=ball, finisher=finisher, diagnose=False, **options
     )
-    task = model, x, y, eps, key, options.get("only")
-    return _looked_again("a3_wda", found, ball, *task, options) if diagnose else found
+    if not diagnose:
+        return found
+    task, only = (model, x, y), options.get("only")
+    return looked_again("a3_wda", found, MarginPGD(ball), task, eps, key, only, options)
 
 
 def _ask(

@@ -97,15 +97,40 @@ def cascade(
     assert found is not None
     if not diagnose or validate.traced(found):
         return found
-    if only is not None:
-        diagnosis.warn("cascade", found)
-        return found
-    how = {name: options[name] for name in LOOK if name in options}
-    return driver.looked_again(found, attack, model, x, y, eps=eps, key=key, name="cascade", **how)
+    return looked_again("cascade", found, attack, (model, x, y), eps, key, only, options)
 
 
-LOOK = "criterion", "mask", "index", "batch_size", "mesh"
+_LOOK = "criterion", "mask", "index", "batch_size", "mesh"
 """Options of the searches that hold for the second look."""
+
+
+def looked_again(
+    name: str,
+    found: Found,
+    attack: Attack,
+    task: tuple[Callable[[Array], PyTree], AnyArray, AnyArray],
+    eps: Any,
+    key: Array,
+    only: Any,
+    options: Mapping[str, Any],
+) -> Found:
+    """What an ensemble found, with the second look and the warning of one search by ``attack``.
+
+    Samples that ``only`` ``[n]`` leaves out are not looked at, so with it no look is taken.
+
+    Args:
+      name: the ensemble's.
+      found: its result.
+      attack: within ``eps``.
+      task: the model, the samples and their labels.
+      eps, key, only: as the ensemble was given them.
+      options: of its searches.
+    """
+    if only is not None:
+        diagnosis.warn(name, found)
+        return found
+    how = {option: options[option] for option in _LOOK if option in options}
+    return driver.looked_again(found, attack, *task, eps=eps, key=key, name=name, **how)
 
 
 def survivors(found: Found, only: Any = None) -> Any:
