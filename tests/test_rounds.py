@@ -132,7 +132,12 @@ def test_a_long_search_ends_in_small_batches(monkeypatch):
     monkeypatch.setattr(rounds, "_batches", note)
     monkeypatch.setattr(rounds, "_chunk", lambda stage: 1)
     turns = tuple([200] * 17 + [3] * 6)
+    light = wdjax.search(Walk((60,), turns), table, index, zeros, batch_size=16)
+    assert sizes[0] == [16, 16]
+    sizes.clear()
+    monkeypatch.setattr(rounds, "_LONG", 0)  # As if the model were a large net.
     found = wdjax.search(Walk((60,), turns), table, index, zeros, batch_size=16)
+    np.testing.assert_array_equal(found.x_adv, light.x_adv)
     assert sizes[0] == [16, 4, 4]
     assert [16, 4] in sizes
     np.testing.assert_array_equal(found.gradients, [60] * 17 + [5] * 6)

@@ -48,6 +48,11 @@ def default(jaxpr: ClosedJaxpr) -> int:
     return 2 ** (min(max(size, 1), _LARGEST).bit_length() - 1)
 
 
+def work(model: Callable[[Array], PyTree], x: AnyArray) -> float:
+    """The multiplications of a model's products and convolutions for one of the samples ``x``."""
+    return program.products(traced(model, x)) / _FEW
+
+
 def sizes(
     model: Callable[[Array], PyTree], x: AnyArray, batch_size: int | None, devices: int
 ) -> tuple[int, int]:

@@ -181,8 +181,9 @@ def _missed(found: Found, attack: Attack) -> list[str]:
 
 def _too_long(found: Found, model: Callable[[Any], PyTree], x: AnyArray) -> list[str]:
     """What to say of distances that were found by gradients in a model that rounds."""
-    free = found.radius is not None and np.all(np.isinf(found.radius))
-    rounds = rounding.found(model, x) if free and np.any(found.gradients) else None
+    free = found.radius is not None and np.all(np.isinf(np.asarray(found.radius)))
+    followed = bool(np.asarray(found.gradients).any())
+    rounds = rounding.found(model, x) if free and followed else None
     if rounds is None:
         return []
     return [

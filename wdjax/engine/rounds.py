@@ -24,8 +24,10 @@ from wdjax.engine import batching, diagnosis, loop, track
 from wdjax.engine.track import Track
 from wdjax.xla_cpu import on_cpu
 
-_LONG = 50
-"""Stages of at least so many steps get a second, smaller batch size, another compilation."""
+_LONG = 4e10
+"""Stages in which the model multiplies at least so often for one batch, in forward passes, get a
+second, smaller batch size: it saves more time than its compilation takes, a second for a small net.
+"""
 _PATIENCE = 0.2
 """On a CPU, the maximum number of steps in one program, as a share of the stage's. More steps in a
 program save up to a quarter of PGD's time, but a sample that finishes goes on to the program's
@@ -45,6 +47,8 @@ class Plan(NamedTuple):
     size: int
     small: int
     """The batch size for the remainder."""
+    work: float
+    """How often the model multiplies for one sample."""
     rows: int
     """The number of samples on a device, padded."""
     mesh: Mesh | None
@@ -341,7 +345,8 @@ def _plan(
     devices = parallel.mesh_size(mesh)
     size, rows = batching.sizes(victim.model, samples.x, batch_size, devices)
     small = max(1, size // 4)
-    return Plan(attack, victim, samples, size, small, rows, mesh, np.empty(0), ())
+    work = batching.work(victim.model, samples.x)
+    return Plan(attack, victim, samples, size, small, work, rows, mesh, np.empty(0), ())
 
 
 def _padded(leaf: Array, rows: int) -> Array:
@@ -385,14 +390,14 @@ def _batches(
     """Batches of active rows: a list of their numbers on the device, ``[devices, size]``, and in
     all, ``[devices * size]``.
 
-    Padding has the number ``rows`` on the device and that of all rows in all. A stage of many steps
-    uses the small batch for the remainder; a short stage is not worth that compilation.
+    Padding has the number ``rows`` on the device and that of all rows in all. A long stage of a large
+    net uses the small batch for the remainder; elsewhere it is not worth its compilation.
     """
     shares = [np.flatnonzero(part) for part in active.reshape(plan.devices, plan.rows)]
     count = max(map(len, shares))
     full, rest = divmod(count, plan.size)
-    small = -(-rest // plan.small) if length >= _LONG else _LONG
-    if small * plan.small >= plan.size:
+    small = -(-rest // plan.small)
+    if small * plan.small >= plan.size or length * plan.size * plan.work < _LONG:
         full, small = full + (rest > 0), 0
     sizes = [plan.size] * full + [plan.small] * small
     padded = np.full((plan.devices, sum(sizes)), plan.rows, np.int32)
