@@ -390,8 +390,8 @@ def _batches(
     """Batches of active rows: a list of their numbers on the device, ``[devices, size]``, and in
     all, ``[devices * size]``.
 
-    Padding has the number ``rows`` on the device and that of all rows in all. A long stage of a large
-    net uses the small batch for the remainder; elsewhere it is not worth its compilation.
+    Padding has the number ``rows`` on the device and that of all rows in all. A long stage of a
+    large net uses the small batch for the remainder; elsewhere its compilation would not pay.
     """
     shares = [np.flatnonzero(part) for part in active.reshape(plan.devices, plan.rows)]
     count = max(map(len, shares))
