@@ -95,7 +95,6 @@ def diagnose(
       the model rounds.
     """
     said = _missed(found, attack)
-    rounds = None if model is None else rounding.found(model, x)
     if model is not None:
         said += _too_long(found, model, x)
     if isinstance(attack.ball, Lp) and _standing(found).any():
@@ -103,7 +102,8 @@ def diagnose(
         radius = np.asarray(farthest if attack.budget == "none" else eps)
         if np.all(np.isfinite(radius)) and np.any(radius > 0):
             own = None if criterion is losses.decision_margin else criterion
-            sure = own is None and rounds is None
+            rounds = model is not None and rounding.found(model, x) is not None
+            sure = own is None and not rounds
             found, doubts = _looked_at(found, attack, clean, x, radius, again, own, sure)
             said += doubts
     warn(name or type(attack).__name__, found, *said)
