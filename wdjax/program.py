@@ -30,7 +30,7 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
     """
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in _inner(eqn):
+        for inner in bodies(eqn):
             yield from equations(inner)
 
 
@@ -48,7 +48,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
-def _inner(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
+def bodies(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
     """The jaxprs among an equation's parameters: bodies of calls, loops and branches."""
     values = jax.tree.leaves(list(eqn.params.values()))
     return [value for value in values if isinstance(value, Jaxpr | ClosedJaxpr)]
@@ -106,7 +106,7 @@ def live(jaxpr: Jaxpr | ClosedJaxpr) -> int:
     """
     total = 0
     for eqn in jaxpr.eqns:
-        inside = sum(map(live, _inner(eqn)))
+        inside = sum(map(live, bodies(eqn)))
         shapes: list[Any] = [var.aval for var in eqn.outvars]
         outputs = sum(a.size for a in shapes if jnp.issubdtype(a.dtype, jnp.inexact))
         total += max(outputs, eqn.params.get("length", 1) * inside)

@@ -19,7 +19,7 @@ from wdjax.core import AnyArray, Array, PyTree
 from wdjax.precision import highest
 from wdjax.tracing import plain
 
-_ROWS = 16
+ROWS = 16
 """Size of the batches for which a model is traced and tried."""
 _MOST = 64
 """Maximum size of the batch of all samples for which it is tried."""
@@ -37,7 +37,7 @@ def outputs(model: Callable[[Array], PyTree], x: Array) -> PyTree:
 
 
 def proof(
-    model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any, n: int = _ROWS
+    model: Callable[[Array], PyTree], shape: tuple[int, ...], dtype: Any, n: int = ROWS
 ) -> batch_axis.BatchProof:
     """What the model's program shows for n samples of a shape; no sample is looked at."""
     closed = traced(model, shape, dtype, n)
@@ -89,7 +89,7 @@ def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
     shape, dtype = x.shape[1:], x.dtype
     shown = proof(model, shape, dtype)
     proved = shown.alone and shown.alike
-    if not (proved and _has_one_program(model, shape, dtype, {_ROWS, len(x)})):
+    if not (proved and _has_one_program(model, shape, dtype, {ROWS, len(x)})):
         with highest():
             _try(model, np.asarray(x), shown)
 
@@ -97,7 +97,7 @@ def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
 def points(lower: AnyArray, upper: AnyArray) -> Array:
     """Random points ``[8, *shape]`` of a box at which to try a model; near 0 if it is unbounded."""
     low, high = jnp.clip(jnp.asarray(lower), -2.0, None), jnp.clip(jnp.asarray(upper), None, 2.0)
-    shares = np.random.default_rng(0).uniform(size=(_ROWS // 2, *low.shape)).astype(low.dtype)
+    shares = np.random.default_rng(0).uniform(size=(ROWS // 2, *low.shape)).astype(low.dtype)
     inside = low[None] + shares * (high - low)[None]
     return jnp.clip(inside, jnp.asarray(lower)[None], jnp.asarray(upper)[None])
 
@@ -167,14 +167,14 @@ def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.Batc
 
     ``x`` is ``[n, *shape]``, of which up to half a batch of samples is taken.
     """
-    chosen = np.unique(np.linspace(0, len(x) - 1, _ROWS // 2).astype(int))
-    kept = np.resize(x[chosen], (_ROWS // 2, *x.shape[1:]))
+    chosen = np.unique(np.linspace(0, len(x) - 1, ROWS // 2).astype(int))
+    kept = np.resize(x[chosen], (ROWS // 2, *x.shape[1:]))
     low, high = x.min(), x.max()
     noise = np.random.default_rng(0).uniform(low, high, kept.shape).astype(x.dtype)
     companies = [kept[::-1], noise, *(np.full_like(kept, end) for end in (low, high))]
     even = [_outputs(model, _by_turns(kept, others))[0::2] for others in companies]
     odd = [_outputs(model, _by_turns(others, kept))[1::2] for others in companies]
-    copies = [_outputs(model, np.repeat(row[None], _ROWS, axis=0)) for row in kept]
+    copies = [_outputs(model, np.repeat(row[None], ROWS, axis=0)) for row in kept]
     among = np.stack([rows[2 * i] for i, rows in enumerate(copies)])
     types = [leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(model, kept))]
     same, other = (max(_unit(t, ulps) for t in types) for ulps in (_SAME_PLACE, _OTHER_PLACE))
@@ -183,7 +183,7 @@ def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.Batc
     tries += [("in other company", odd[0], rows, same) for rows in odd[1:]]
     tries += [("in another place", even[0], odd[0], other)]
     tries += [("alone", even[0][:1], _outputs(model, kept[:1]), other)]
-    if len(x) != _ROWS:
+    if len(x) != ROWS:
         inside = chosen < _MOST
         whole = _outputs(model, x[:_MOST])[chosen[inside]]
         how = f"in a batch of {min(len(x), _MOST)}"
@@ -203,7 +203,7 @@ def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.Batc
 
 def _by_turns(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """The two batches interleaved."""
-    return np.stack([one, other], axis=1).reshape(_ROWS, *one.shape[1:])
+    return np.stack([one, other], axis=1).reshape(ROWS, *one.shape[1:])
 
 
 def _outputs(model: Callable[[Array], PyTree], x: np.ndarray) -> np.ndarray:
