@@ -43,7 +43,27 @@ ROUNDS = {
     )[1] @ w,
     "branch": lambda w, x: lax.cond(w[0, 0] > 0, lambda: _row(w, x), lambda: x @ w),
 }  # fmt: skip
+LEVELS = jnp.linspace(0, 1, 9)
+COMPARES = {
+    "thermometer": lambda w, x: (x[..., None] > LEVELS).astype(x.dtype).sum(-1) @ w,
+    "thermometer of some": lambda w, x: jnp.concatenate(
+        [(x[:, :2, None] > LEVELS).astype(x.dtype).sum(-1), x[:, 2:]], axis=1
+    ) @ w,
+    "threshold of some": lambda w, x: x @ w + jnp.where(x[:, :1] > 0.5, 1.0, 0.0),
+    "sign": lambda w, x: x @ w + jnp.sign(x[:, :1] - 0.5),
+    "digits": lambda w, x: x @ w + jnp.digitize(x, LEVELS) @ w,
+    "branch": lambda w, x: x @ w
+    + lax.map(lambda row: lax.cond(row[0] > 0.5, lambda: 1.0, lambda: 0.0), x)[:, None],
+    "first of a sort": lambda w, x: x @ w + w[lax.top_k(x, 1)[1][:, 0]],
+    "remainder": lambda w, x: (x - lax.rem(x, jnp.full_like(x, 0.125))) @ w,
+}  # fmt: skip
 PLAIN = {
+    "rectifiers": lambda w, x: (x * (x > 0.5) + jnp.where(x > 0.4, x, 0.1 * x)
+                                + x * jnp.where(x > 0.3, 1.0, 0.1) + x * jnp.sign(x)) @ w,
+    "guarded norm": lambda w, x: x / jnp.where((x**2).sum(1) > 0, (x**2).sum(1), 1.0)[:, None] @ w,
+    "logsumexp": lambda w, x: x @ w - jax.nn.logsumexp(x, axis=1, keepdims=True),
+    "sorted": lambda w, x: jnp.sort(x, axis=1) @ w + jnp.quantile(x, 0.3, axis=1, keepdims=True),
+    "masked mean": lambda w, x: (x * (x > 0.2)) @ w / (x > 0.2).sum(1, keepdims=True),
     "weights": lambda w, x: x @ (jnp.round(8 * w) / 8),
     "weights in a loop": lambda w, x: lax.scan(
         lambda out, row: (out @ jnp.round(row), None), x, jnp.stack([w @ w.T] * 2)
@@ -59,8 +79,13 @@ def test_a_step_is_seen_wherever_it_is(name):
     assert rounding.found(wdjax.Model(ROUNDS[name], W), X) in ("round", "floor")
 
 
+@pytest.mark.parametrize("name", COMPARES)
+def test_comparisons_with_samples_are_steps(name):
+    assert rounding.found(wdjax.Model(COMPARES[name], W), X) is not None
+
+
 @pytest.mark.parametrize("name", PLAIN)
-def test_what_does_not_depend_on_the_samples_may_be_rounded(name):
+def test_nothing_is_said_of_masks_and_of_what_does_not_depend_on_samples(name):
     assert rounding.found(wdjax.Model(PLAIN[name], W), X) is None
 
 

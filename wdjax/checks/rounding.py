@@ -1,4 +1,9 @@
-"""Whether a model rounds what it computes from its samples, of which gradients say nothing."""
+"""Whether a model rounds what it computes from its samples, of which gradients say nothing.
+
+A value either does not depend on the samples, or moves with them, or is constant between steps, as
+comparisons and integers are. A number that is constant between steps is a mask as long as it
+chooses or multiplies what moves, as in ``x * (x > 0)``; as a summand or an output it is a step.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +15,15 @@ from wdjax import program
 from wdjax.checks import independence
 from wdjax.core import AnyArray, Array, PyTree
 
-_STEPS = {"round", "floor", "ceil", "argmax", "argmin"}
-"""Primitives that are constant between steps, without the sign, which ``logsumexp`` computes and
-leaves out."""
+_STEPS = {"round", "floor", "ceil", "argmax", "argmin", "rem"}
+"""Primitives that are constant between steps, or jump, where their operand moves."""
+_MASKED = {"mul", "div", "dot_general", "select_n", "while"}
+"""Primitives to which a constant between steps may be a mask of what moves."""
+_MOVES = ""
+"""What is known of a value that moves with the samples. Of one that does not depend on them it is
+None; of one that is constant between steps, the name of the primitive that made it so."""
+
+Known = str | None
 
 
 def found(model: Callable[[Array], PyTree], x: AnyArray) -> str | None:
@@ -29,65 +40,90 @@ def found(model: Callable[[Array], PyTree], x: AnyArray) -> str | None:
     >>> from wdjax import Model
     >>> found(Model(lambda _, x: jnp.round(8 * x) / 8, None), jnp.zeros((5, 4)))
     'round'
+    >>> found(Model(lambda _, x: x + jnp.where(x > 0.5, 1.0, 0.0), None), jnp.zeros((5, 4)))
+    'gt'
     >>> found(Model(lambda _, x: x + jnp.floor(jnp.arange(4) / 2), None), jnp.zeros((5, 4)))
+    >>> found(Model(lambda _, x: x * (x > 0.5), None), jnp.zeros((5, 4)))
     """
     closed = independence.traced(model, x.shape[1:], jnp.result_type(x), independence.ROWS)
-    parameters = len(closed.jaxpr.invars) - 1
-    return _walk(closed, [False] * parameters + [True])[0]
+    parameters, steps = len(closed.jaxpr.invars) - 1, list[str]()
+    outs = _walk(closed, [None] * parameters + [_MOVES], steps)
+    floats = [_is_float(var) for var in closed.jaxpr.outvars]
+    steps += [out for out, real in zip(outs, floats) if out and real]
+    return steps[0] if steps else None
 
 
-def _walk(closed: ClosedJaxpr | Jaxpr, given: Sequence[bool]) -> tuple[str | None, list[bool]]:
-    """The first step, if any, and which results depend on the samples, as ``given`` inputs do.
+def _walk(closed: ClosedJaxpr | Jaxpr, given: Sequence[Known], steps: list[str]) -> list[Known]:
+    """What is known of a program's results, from what is known of its inputs; appends to steps.
 
     A step inside a loop over samples has the shape of one sample, so it is dependence that counts.
     """
     jaxpr: Any = getattr(closed, "jaxpr", closed)
-    dependent = {var for var, yes in zip(jaxpr.invars, given) if yes}
+    known = dict(zip(jaxpr.invars, given))
 
-    def depends(atom: Any) -> bool:
-        return not isinstance(atom, Literal) and atom in dependent
+    def read(atom: Any) -> Known:
+        return None if isinstance(atom, Literal) else known.get(atom)
 
     for eqn in jaxpr.eqns:
-        operands = [depends(atom) for atom in eqn.invars]
-        if any(operands):
-            step, outs = _follow(eqn, operands)
-            if step is not None:
-                return step, []
-            dependent.update(var for var, yes in zip(eqn.outvars, outs) if yes)
-    return None, [depends(atom) for atom in jaxpr.outvars]
+        operands = [read(atom) for atom in eqn.invars]
+        if any(operand is not None for operand in operands):
+            known.update(zip(eqn.outvars, _follow(eqn, operands, steps)))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
-def _follow(eqn: JaxprEqn, operands: list[bool]) -> tuple[str | None, list[bool]]:
-    """The same of an equation with ``operands`` that depend on the samples, and of its bodies."""
-    if operands[0] and _is_step(eqn):
-        return str(eqn.primitive.name), []
-    bodies, everything = program.bodies(eqn), [True] * len(eqn.outvars)
-    outs = [not bodies] * len(eqn.outvars)
+def _follow(eqn: JaxprEqn, operands: list[Known], steps: list[str]) -> list[Known]:
+    """The same of an equation and its bodies."""
+    bodies = program.bodies(eqn)
+    if bodies:
+        return _through(eqn, bodies, operands, steps)
+    name = str(eqn.primitive.name)
+    moves = _MOVES in operands
+    flat = [one for one, var in zip(operands, eqn.invars) if one and _is_float(var)]
+    if moves and flat and name not in _MASKED:
+        steps.append(flat[0])
+    if operands[0] == _MOVES and _is_step(eqn):
+        steps.append(name)
+    made = name if moves else next(one for one in operands if one)
+    constant = not moves or name == "sign"
+    return [made if constant or not _is_float(var) else _MOVES for var in eqn.outvars]
+
+
+def _through(
+    eqn: JaxprEqn, bodies: Sequence[Any], operands: list[Known], steps: list[str]
+) -> list[Known]:
+    """The same of an equation that consists of other programs: a call, a loop or a branch."""
+    outs: list[Known] = [None] * len(eqn.outvars)
     for body in bodies:
         inputs: list[Any] = getattr(body, "jaxpr", body).invars
-        given = operands[len(operands) - len(inputs) :]  # The first of a branch's is which.
+        given = operands[len(operands) - len(inputs) :]
         if eqn.primitive.name == "scan":
             given = _carried(eqn, body, given)
         elif eqn.primitive.name == "while" or len(given) != len(inputs):
-            given = [True] * len(inputs)
-        step, inner = _walk(body, given)
-        if step is not None:
-            return step, []
-        same = len(inner) == len(outs) and (len(inputs) == len(operands) or not operands[0])
-        outs = [one or other for one, other in zip(outs, inner)] if same else everything
-    return None, outs
+            given = [_MOVES] * len(inputs)
+        inner = _walk(body, given, steps)
+        same = len(inner) == len(outs) and eqn.primitive.name != "while"
+        outs = [_joined(*pair) for pair in zip(outs, inner)] if same else [_MOVES] * len(outs)
+    if eqn.primitive.name == "cond" and operands[0] is not None:
+        outs = [operands[0] if out is None else out for out in outs]
+    return outs
 
 
-def _carried(eqn: JaxprEqn, body: ClosedJaxpr | Jaxpr, given: list[bool]) -> list[bool]:
-    """The inputs of a scan's body that depend on the samples in any iteration."""
+def _carried(eqn: JaxprEqn, body: ClosedJaxpr | Jaxpr, given: list[Known]) -> list[Known]:
+    """What is known of the inputs of a scan's body in any iteration."""
     consts, carries = program.scan_counts(eqn)
     while True:
-        _, outs = _walk(body, given)
-        carried = given[consts : consts + carries]
-        after = [one or other for one, other in zip(carried, outs)] or carried
+        outs, carried = _walk(body, given, []), given[consts : consts + carries]
+        after = [_joined(*pair) for pair in zip(carried, outs)]
         if after == carried:
             return given
         given = [*given[:consts], *after, *given[consts + carries :]]
+
+
+def _joined(one: Known, other: Known) -> Known:
+    """What is known of a value that is one or the other."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one and other and one
 
 
 def _is_step(eqn: JaxprEqn) -> bool:
@@ -98,6 +134,11 @@ def _is_step(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     integers = name == "convert_element_type" and jnp.issubdtype(after, jnp.integer)
     return name in _STEPS or integers
+
+
+def _is_float(var: Any) -> bool:
+    """Whether a variable's entries are no integers, booleans or keys."""
+    return bool(jnp.issubdtype(_kind([var]), jnp.inexact))
 
 
 def _kind(values: Sequence[Any]) -> Any:
