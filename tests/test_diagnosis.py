@@ -94,6 +94,22 @@ def test_cross_entropy_of_small_logits_is_looked_at_again(attack):
         wdjax.search(attack, own, x, y, eps=0.1, key=KEY)
 
 
+@pytest.mark.parametrize("attack", [attacks.PGD(Lp(1, None)), attacks.APGD(Lp(1, None))])
+def test_cross_entropy_in_norm_1_is_looked_at_again(attack):
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(6, 3)).astype(np.float32)
+    x = rng.uniform(0.2, 0.8, (40, 6)).astype(np.float32)
+    y = (x @ w).argmax(axis=1)
+    gaps = (x @ w).max(axis=1, keepdims=True) - x @ w
+    slopes = np.abs(w.T[y][:, None] - w.T[None]).max(axis=-1)
+    reach = np.min(np.where(gaps > 0, gaps / np.maximum(slopes, 1e-9), np.inf), axis=1)
+    model = wdjax.Model(lambda w, x: x @ w, w)
+    with pytest.warns(RobustnessWarning, match="survive this attack, at most .* a second look"):
+        found = wdjax.search(attack, model, x, y, eps=1.05 * reach, key=KEY)
+    assert np.sum(found.success) < 35
+    assert np.sum(found.success | found.overlooked) > 38
+
+
 def test_minimum_norm_attacks_are_looked_at_again_in_the_whole_box():
     with pytest.warns(RobustnessWarning, match="second look"):
         found = wdjax.search(attacks.FMN(steps=4), BLIND["rounded input"], X, Y)

@@ -6,9 +6,9 @@ attacks, which use the margin itself or no gradients at all, show how much a bet
 find. The same is asked with 300 queries where an attack's points are hardly better than random
 noise: its steps are too few or too short, or its gradients mislead. And where the radius is half of
 the box or more, since there nearly every sample has a flip; and for a criterion of the user's own,
-which the second look follows, while the loss of many an attack does not; for cross-entropy of small
-logits, whose gradient hardly points to the nearest class; and for a model whose program rounds what
-it computes from its samples, of which gradients say nothing.
+which the second look follows, while the loss of many an attack does not; for cross-entropy in norm
+1 or of small logits, whose gradient hardly points to the nearest class; and for a model whose
+program rounds what it computes from its samples, of which gradients say nothing.
 """
 
 import functools
@@ -132,7 +132,7 @@ def _looked_at(
     far = radius >= _FAR * ball.diameter(found.x_adv.shape[1:])
     blind, doubted = _is_blind(found, attack, clean), mine < _NOISE * noise
     doubted |= not sure or (attack.budget == "sample" and bool(np.all(far)))
-    if blind or doubted or _is_flat(found, attack, clean):
+    if blind or doubted or _flees(found, attack, ball, clean):
         broken, failed = _overlooked(found, ball, radius, _QUERIES[doubted], again, own)
         found = replace(found, overlooked=broken) if blind or broken.any() else found
     if mine >= noise:
@@ -309,15 +309,16 @@ def _is_blind(found: Found, attack: Attack, clean: np.ndarray) -> bool:
     return attack.budget != "none" and bool(stuck.mean() > _SHARE)
 
 
-def _is_flat(found: Found, attack: Attack, clean: np.ndarray) -> bool:
-    """Whether the attack raises cross-entropy, of logits of which most margins are small.
+def _flees(found: Found, attack: Attack, ball: Lp, clean: np.ndarray) -> bool:
+    """Whether the attack flees from the label instead of to the nearest class.
 
-    ``clean`` ``[n]`` is the criterion at the samples.
+    It does if it raises cross-entropy, of logits of which most margins are small, or in norm 1,
+    where its few coordinates are the label's. ``clean`` ``[n]`` is the criterion at the samples.
     """
     loss = getattr(attack, "loss", losses.margin) or losses.cross_entropy  # None is APGD's.
     if loss is not losses.cross_entropy or getattr(attack, "targets", None):
         return False
-    return float(np.median(-clean[_standing(found)])) < _FLAT
+    return ball.norm == 1 or float(np.median(-clean[_standing(found)])) < _FLAT
 
 
 def _chosen(found: Found) -> np.ndarray:
