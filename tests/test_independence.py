@@ -365,3 +365,14 @@ def test_inside_a_trace_nothing_is_certified(kind):
     assert not bool(jnp.any(jnp.isfinite(steep).all(axis=1)))
     steep = jax.jit(lambda low: certify.margin_lipschitz(model, low, low + 1, norm=2))(LOW)
     assert not bool(jnp.any(jnp.isfinite(steep).all(axis=1)))
+
+
+def test_a_model_of_whole_groups_of_samples_is_searched_as_the_same_model_of_any_number():
+    """It cannot be tried on a single sample, and need not be."""
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(1).uniform(0.3, 0.7, (16, 8)), jnp.float32)
+    grouped = wdjax.Model(lambda w, x: (x.reshape(-1, 8, 8) @ w).reshape(-1, 3), w)
+    free = wdjax.Model(lambda w, x: x @ w, w)
+    y = jnp.argmax(free(x), axis=1)
+    one, other = (wdjax.search(attacks.FMN(), model, x, y) for model in (grouped, free))
+    np.testing.assert_allclose(one.cost, other.cost, rtol=1e-4)

@@ -84,7 +84,7 @@ def check(model: Callable[[Array], PyTree], x: AnyArray) -> None:
       ValueError: outputs differ in other company, at another place or in a batch of another size.
 
     Cost: three traces and walks through the program; if they prove nothing, ten batches of 16
-      samples, one of up to 64, and one of a single sample.
+      samples, one of up to 64, and one of a single sample if the model takes it.
     """
     shape, dtype = x.shape[1:], x.dtype
     shown = proof(model, shape, dtype)
@@ -182,7 +182,8 @@ def _try(model: Callable[[Array], PyTree], x: np.ndarray, shown: batch_axis.Batc
     tries = [("in other company", even[0], rows, same) for rows in (*even[1:], among)]
     tries += [("in other company", odd[0], rows, same) for rows in odd[1:]]
     tries += [("in another place", even[0], odd[0], other)]
-    tries += [("alone", even[0][:1], _outputs(model, kept[:1]), other)]
+    if _takes_one(model, x.shape[1:], x.dtype):
+        tries += [("alone", even[0][:1], _outputs(model, kept[:1]), other)]
     if len(x) != ROWS:
         inside = chosen < _MOST
         whole = _outputs(model, x[:_MOST])[chosen[inside]]
