@@ -116,7 +116,7 @@ METHODS: dict[str, Callable[..., Any]] = {**ATTACKS, **SEARCHES}
 
 _ELSEWHERE = (
     "model", "x", "y", "ball", "eps", "order", "key", "start", "only", "finisher", "checkpoint",
-    "report", "axis",
+    "report", "axis", "diagnose",
 )  # fmt: skip
 """Parameters that other options set, or that cannot be written on a command line."""
 _NAMED = ("loss", "targets", "rank", "candidates")
