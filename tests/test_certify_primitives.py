@@ -328,6 +328,7 @@ STRUCTURE = {
     "rewritten.py": "what is written in terms of primitives that have records",
     "batch_axis.py": "calls and loops, which are looked into",
     "axis_rules.py": "where the samples' axis goes; what it repeats is compared with the records",
+    "rounding.py": "what has no gradient at all, and what may mask; no bound depends on it",
     "state_pickle.py": "operations of PyTorch", "torch_file.py": "operations of PyTorch",
 }  # fmt: skip
 

@@ -502,6 +502,16 @@ def test_the_walk_with_few_classes_and_odd_starts():
     np.testing.assert_allclose(none.cost, true, rtol=0.01)
 
 
+@pytest.mark.parametrize("targets", [0, 2])
+def test_a_walk_with_a_checkpoint_is_the_walk(targets, tmp_path):
+    model, x, y = linear(classes=3)
+    walk = attacks.Walk(FREE[2], steps=12, targets=targets)
+    alone = wdjax.search(walk, model, x, y)
+    for _ in range(2):
+        kept = wdjax.search(walk, model, x, y, checkpoint=tmp_path / "walk.safetensors")
+        np.testing.assert_array_equal(kept.x_adv, alone.x_adv)
+
+
 def test_victims_without_logits_can_be_walked_but_not_ranked():
     one = wdjax.Model(lambda w, x: (x @ w)[:, 0], jnp.ones((4, 1)))
 

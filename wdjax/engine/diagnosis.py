@@ -208,12 +208,11 @@ def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
 
     The ensemble must call its own searches with ``diagnose=False``. It runs in full precision.
     """
-    measure = full_precision(ensemble)
 
     @functools.wraps(ensemble)
     def told(*given: P.args, **options: P.kwargs) -> T:
         wanted = options.pop("diagnose", True)
-        answer = measure(*given, **options)
+        answer = ensemble(*given, **options)
         if wanted:
             found: Any = getattr(answer, "found", answer)
             if not validate.traced(found):
@@ -222,7 +221,7 @@ def diagnosed(ensemble: Callable[P, T]) -> Callable[P, T]:
                 warn(ensemble.__name__, found, *more)
         return answer
 
-    return told
+    return full_precision(told)
 
 
 def warn(name: str, found: Found, *more: str) -> None:

@@ -262,6 +262,8 @@ def programs(
         identity.program(reach, attack, samples, track),
     ]
     for stage in attack.stages:
+        if not stage.length:
+            continue
         traced.append(identity.program(functools.partial(step, stage), victim, samples, moving))
         if stage.done is not None:
             traced.append(identity.program(stage.done, track.state))
