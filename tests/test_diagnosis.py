@@ -74,16 +74,21 @@ def test_a_loss_that_says_nothing_of_the_margin_is_seen():
     assert result.overlooked.any()
 
 
+def _linear(n, size, classes, dual):
+    """Weights, samples, labels, and the distances of the nearest flips in the norm of this dual."""
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(size, classes)).astype(np.float32)
+    x = rng.uniform(0.35, 0.65, (n, size)).astype(np.float32)
+    y = (x @ w).argmax(axis=1)
+    gaps = (x @ w).max(axis=1, keepdims=True) - x @ w
+    slopes = np.linalg.norm(w.T[y][:, None] - w.T[None], dual, axis=-1)
+    return w, x, y, np.where(gaps > 0, gaps / np.maximum(slopes, 1e-9), np.inf).min(axis=1)
+
+
 @pytest.mark.parametrize("attack", [attacks.PGD(Lp(2), steps=40), attacks.APGD(Lp(2))])
 def test_cross_entropy_of_small_logits_is_looked_at_again(attack):
     """Its gradient flees from the label towards all classes, so that near flips are missed."""
-    rng = np.random.default_rng(0)
-    w = rng.normal(size=(8, 4)).astype(np.float32)
-    x = rng.uniform(0.35, 0.65, (60, 8)).astype(np.float32)
-    y = (x @ w).argmax(axis=1)
-    gaps = (x @ w).max(axis=1, keepdims=True) - x @ w
-    slopes = np.linalg.norm(w.T[y][:, None] - w.T[None], axis=-1)
-    reach = np.min(np.where(gaps > 0, gaps / np.maximum(slopes, 1e-9), np.inf), axis=1)
+    w, x, y, reach = _linear(60, 8, 4, dual=2)
     small = wdjax.Model(lambda w, x: 1e-3 * (x @ w), w)
     with pytest.warns(RobustnessWarning, match="survive this attack, at most .* a second look"):
         found = wdjax.search(attack, small, x, y, eps=0.1, key=KEY)
@@ -96,13 +101,7 @@ def test_cross_entropy_of_small_logits_is_looked_at_again(attack):
 
 @pytest.mark.parametrize("attack", [attacks.PGD(Lp(1, None)), attacks.APGD(Lp(1, None))])
 def test_cross_entropy_in_norm_1_is_looked_at_again(attack):
-    rng = np.random.default_rng(0)
-    w = rng.normal(size=(6, 3)).astype(np.float32)
-    x = rng.uniform(0.2, 0.8, (40, 6)).astype(np.float32)
-    y = (x @ w).argmax(axis=1)
-    gaps = (x @ w).max(axis=1, keepdims=True) - x @ w
-    slopes = np.abs(w.T[y][:, None] - w.T[None]).max(axis=-1)
-    reach = np.min(np.where(gaps > 0, gaps / np.maximum(slopes, 1e-9), np.inf), axis=1)
+    w, x, y, reach = _linear(40, 6, 3, dual=np.inf)
     model = wdjax.Model(lambda w, x: x @ w, w)
     with pytest.warns(RobustnessWarning, match="survive this attack, at most .* a second look"):
         found = wdjax.search(attack, model, x, y, eps=1.05 * reach, key=KEY)

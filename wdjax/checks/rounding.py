@@ -72,7 +72,7 @@ def _walk(closed: ClosedJaxpr | Jaxpr, given: Sequence[Known], steps: list[str])
 
 
 def _follow(eqn: JaxprEqn, operands: list[Known], steps: list[str]) -> list[Known]:
-    """The same of an equation and its bodies."""
+    """What is known of an equation's results, from what is known of its operands."""
     bodies = program.bodies(eqn)
     if bodies:
         return _through(eqn, bodies, operands, steps)
@@ -91,7 +91,7 @@ def _follow(eqn: JaxprEqn, operands: list[Known], steps: list[str]) -> list[Know
 def _through(
     eqn: JaxprEqn, bodies: Sequence[Any], operands: list[Known], steps: list[str]
 ) -> list[Known]:
-    """The same of an equation that consists of other programs: a call, a loop or a branch."""
+    """What is known of the results of a call, a loop or a branch, whose programs are walked."""
     outs: list[Known] = [None] * len(eqn.outvars)
     for body in bodies:
         inputs: list[Any] = getattr(body, "jaxpr", body).invars
@@ -123,7 +123,7 @@ def _joined(one: Known, other: Known) -> Known:
     """What is known of a value that is one or the other."""
     if one is None or other is None:
         return other if one is None else one
-    return one and other and one
+    return _MOVES if _MOVES in (one, other) else one
 
 
 def _is_step(eqn: JaxprEqn) -> bool:

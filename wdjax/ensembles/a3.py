@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax.attacks import WDA, Diversified, MarginPGD
+from wdjax.attacks import WDA, Diversified
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import SEARCH_TWIN, host_only
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
 from wdjax.engine import driver
-from wdjax.ensembles.cascade import looked_again, survivors
-from wdjax.precision import full_precision
+from wdjax.ensembles.cascade import survivors, with_second_look
 
 _LEAST = 100
 """Minimum number of samples that a round attacks, if so many survive."""
@@ -55,7 +54,7 @@ _FIRST, _FINAL = 1, 10
 """The round whose flips decide the label weights, and the first round with the final weights."""
 
 
-@full_precision
+@with_second_look
 def a3(
     model: Callable[[Array], PyTree],
     x: AnyArray,
@@ -69,7 +68,6 @@ def a3(
     only: Any = None,
     checkpoint: str | PathLike[str] | None = None,
     report: Callable[[str, Found], Any] | None = None,
-    diagnose: bool = True,
     **options: Any,
 ) -> Found:
     """Adaptive Auto Attack: rounds of diversified starts and margin ascents on the survivors.
@@ -92,9 +90,8 @@ def a3(
       checkpoint: a folder; a call that was interrupted resumes from it, with equal results.
       report: called with a name and what has been found so far, after every search; a true value
         ends the attack.
-      diagnose: as for :func:`wdjax.search`, once at the end; with ``only`` no second look is taken.
       **options: of :func:`wdjax.search`, but no ``criterion``, which starts and losses would not
-        follow.
+        follow. With ``only`` no second look is taken.
 
     Returns:
       A :class:`~wdjax.core.Found`: the best point of every sample.
@@ -123,31 +120,6 @@ def a3(
     validate.refuse_criterion("a3", options)
     host_only("a3", SEARCH_TWIN, model, x, y, eps, key, only)
     passes = float(validate.check_number("passes", passes))
-    found = _rounds(
-        ball, finisher, passes, checkpoint, report, model, x, y, eps=eps, key=key, only=only,
-        **options,
-    )  # fmt: skip
-    if not diagnose:
-        return found
-    return looked_again("a3", found, MarginPGD(ball), (model, x, y), eps, key, only, options)
-
-
-def _rounds(
-    ball: Lp,
-    finisher: Attack | None,
-    passes: float,
-    checkpoint: str | PathLike[str] | None,
-    report: Callable[[str, Found], Any] | None,
-    model: Callable[[Array], PyTree],
-    x: AnyArray,
-    y: AnyArray,
-    *,
-    eps: Any,
-    key: Array,
-    only: Any,
-    **options: Any,
-) -> Found:
-    """The rounds of :func:`a3`, whose arguments these are."""
     folder, number, down, found = Path(checkpoint or "."), 0, True, None
     for turn in range(len(ROUNDS)):
         for _ in range(ROUNDS[turn].restarts):
@@ -169,7 +141,7 @@ def _rounds(
     return found
 
 
-@full_precision
+@with_second_look
 def a3_wda(
     model: Callable[[Array], PyTree],
     x: AnyArray,
@@ -179,7 +151,6 @@ def a3_wda(
     key: Array,
     ball: Lp = Lp(),
     rivals: int | None = None,
-    diagnose: bool = True,
     **options: Any,
 ) -> Found:
     """A3-WDA: :func:`a3` whose ascents are those of the Wasserstein distributional attack.
@@ -191,7 +162,6 @@ def a3_wda(
     Args:
       model, x, y, eps, key, ball: as in :func:`a3`.
       rivals: maximum number of classes that WDA tries; by default WDA's own choice.
-      diagnose: as in :func:`a3`.
       **options: of :func:`a3`.
 
     Returns:
@@ -212,13 +182,9 @@ def a3_wda(
     """
     arguments.check(model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     finisher = WDA(ball, rivals=rivals, iterate="best")
-    found = a3(
+    return a3(
         model, x, y, eps=eps, key=key, ball=ball, finisher=finisher, diagnose=False, **options
     )
-    if not diagnose:
-        return found
-    task, only = (model, x, y), options.get("only")
-    return looked_again("a3_wda", found, MarginPGD(ball), task, eps, key, only, options)
 
 
 def _ask(

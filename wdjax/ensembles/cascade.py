@@ -1,5 +1,6 @@
 """Attacks in sequence, each on the survivors of the previous ones."""
 
+import functools
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from wdjax.attacks import MarginPGD
+from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
 from wdjax.engine import diagnosis, driver
@@ -97,14 +100,42 @@ def cascade(
     assert found is not None
     if not diagnose or validate.traced(found):
         return found
-    return looked_again("cascade", found, attack, (model, x, y), eps, key, only, options)
+    return _looked_again("cascade", found, attack, (model, x, y), eps, key, only, options)
 
 
 _LOOK = "criterion", "mask", "index", "batch_size", "mesh"
 """Options of the searches that hold for the second look."""
 
 
-def looked_again(
+def with_second_look(ensemble: Callable[..., Found]) -> Callable[..., Found]:
+    """Gives an ensemble the option ``diagnose``: at its end, the second look of a margin ascent.
+
+    The ensemble must call its own searches with ``diagnose=False``. It runs in full precision.
+    """
+
+    @functools.wraps(ensemble)
+    def told(
+        model: Callable[[Array], PyTree],
+        x: AnyArray,
+        y: AnyArray,
+        *,
+        eps: Any,
+        key: Array,
+        ball: Lp = Lp(),
+        diagnose: bool = True,
+        **options: Any,
+    ) -> Found:
+        found = ensemble(model, x, y, eps=eps, key=key, ball=ball, **options)
+        if not diagnose:
+            return found
+        task, only = (model, x, y), options.get("only")
+        look = MarginPGD(ball)
+        return _looked_again(ensemble.__name__, found, look, task, eps, key, only, options)
+
+    return full_precision(told)
+
+
+def _looked_again(
     name: str,
     found: Found,
     attack: Attack,
@@ -116,15 +147,8 @@ def looked_again(
 ) -> Found:
     """What an ensemble found, with the second look and the warning of one search by ``attack``.
 
-    Samples that ``only`` ``[n]`` leaves out are not looked at, so with it no look is taken.
-
-    Args:
-      name: the ensemble's.
-      found: its result.
-      attack: within ``eps``.
-      task: the model, the samples and their labels.
-      eps, key, only: as the ensemble was given them.
-      options: of its searches.
+    ``task`` is the model, the samples and their labels. Samples that ``only`` ``[n]`` leaves out
+    are not looked at, so with it no look is taken. ``options`` are those of the searches.
     """
     if only is not None:
         diagnosis.warn(name, found)
