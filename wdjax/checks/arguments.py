@@ -28,7 +28,7 @@ _PARTS = {
 _HOME = {"attack": "attacks", "perturbation": "nppr.distributions", "noise": "smoothing.noise"}
 _GREY = 100
 """How wide a box is, at least, that is one of grey levels rather than of images in [0, 1]."""
-_WRAPPERS = {"wdjax.engine.diagnosis", "wdjax.precision"}
+_WRAPPERS = {"wdjax.engine.diagnosis", "wdjax.ensembles.second_look", "wdjax.precision"}
 """The modules of decorators whose frames lie between a public function and its caller."""
 
 

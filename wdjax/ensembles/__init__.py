@@ -6,7 +6,8 @@ its checkpoint's name follow; the best point of every sample is kept in one
 
 Helpers, which are no ensembles: `question` holds the arguments that all searches of an ensemble
 share, and derives key and name (`cascade` and `a3` derive their own); `cascade` runs any list of
-attacks, each on the survivors; `walks` is the schedule of `star`.
+attacks, each on the survivors; `second_look` ends an ensemble as a single search ends; `walks` is
+the schedule of `star`.
 
 Lists of attacks: `autoattack` is AutoAttack, `a3` Adaptive Auto Attack and A3-WDA, `fast` a cheap
 cascade with a limit of passes. Wrappers of one attack: `bisect` makes a minimum-norm attack of an

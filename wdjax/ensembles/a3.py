@@ -17,7 +17,8 @@ from wdjax.checks import arguments, validate
 from wdjax.checks.forward_mode import SEARCH_TWIN, host_only
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
 from wdjax.engine import driver
-from wdjax.ensembles.cascade import survivors, with_second_look
+from wdjax.ensembles.cascade import survivors
+from wdjax.ensembles.second_look import with_second_look
 
 _LEAST = 100
 """Minimum number of samples that a round attacks, if so many survive."""
