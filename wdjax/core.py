@@ -143,7 +143,8 @@ class Attack(Protocol):
     An attack may have an attribute ``shared``: two attacks, in place of which ``init`` of the first
     and everything else of the second give the same. Attacks of which these differ in leaves only
     share their compiled programs. Only an attack whose attribute ``sparse`` is True is given a ball
-    of norm 0.
+    of norm 0. Where ``uneven`` is True, since some samples need far more steps than others, batches
+    are smaller on a CPU.
     """
 
     @property

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,8 @@ class DeepFool(nearest.NearestAttack):
     >>> [round(float(d), 3) for d in found.cost]
     [0.102, 0.408]
     """
+
+    uneven: ClassVar[bool] = True
 
     ball: Lp = setting(Lp())
     steps: int = setting(50)

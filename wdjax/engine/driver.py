@@ -86,7 +86,7 @@ def search(
         the loss of many an attack does not follow.
       transductive: allow a model whose outputs depend on the whole batch; inside a trace only,
         where the batch is never split.
-      batch_size: samples on all devices at once; by default what memory allows, but 16 to 128 a
+      batch_size: samples on all devices at once; by default what memory allows, but 8 to 128 a
         device on a CPU, where larger batches are not faster.
       mesh: a mesh from :func:`wdjax.parallel.data_mesh`; batches are split over it.
       callback: called with a :class:`~wdjax.core.Progress` after every round; if it returns a true

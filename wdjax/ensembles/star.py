@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from wdjax import transport
+from wdjax import parallel, transport
 from wdjax.attacks import ascent
 from wdjax.attacks.points import Points
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Found, PyTree
-from wdjax.engine import driver
+from wdjax.engine import batching, driver
 from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.question import Question, question
 from wdjax.ensembles.walks import Itinerary, Kind, schedule
@@ -134,6 +134,10 @@ def wda_star(
     arguments.check("eps", model=model, x=x, y=y, eps=eps, key=key, ball=ball)
     ask = question("wda_star", model, x, y, key, checkpoint, options)
     ascent.need_logits("wda_star", validate.shapes_of(model, ask.x))
+    if options.get("batch_size") is None:
+        devices = parallel.mesh_size(options.get("mesh"))
+        size = batching.sizes(ask.model, ask.x, None, devices, uneven=True)[0]
+        ask = ask._replace(options=options | {"batch_size": devices * size})
     eps = None if eps is None else float(validate.check_number("eps", eps))
     order = validate.check_order(order)
     most = None if most is None else validate.check_count("most", most)
