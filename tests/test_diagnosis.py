@@ -349,6 +349,7 @@ WITHIN = {
     "fast": lambda *task, **how: ensembles.fast(*task, **how).found,
     "a3": lambda *task, **how: ensembles.a3(*task, passes=60, **how),
     "a3_wda": lambda *task, **how: ensembles.a3_wda(*task, passes=60, **how),
+    "autoattack": ensembles.autoattack,
 }
 
 
@@ -373,7 +374,8 @@ def test_suites_look_again_where_some_coordinates_have_no_gradient(name):
         found = WITHIN[name](*task, **how)
     assert len(seen) == 1
     assert Path(seen[0].filename) == Path(__file__)
-    assert np.sum(found.overlooked) >= 3
+    # Square flips most of them itself.
+    assert np.sum(found.overlooked) >= (1 if name == "autoattack" else 3)
     with warnings.catch_warnings(action="error"):
         again = WITHIN[name](*task, diagnose=False, **how)
     np.testing.assert_array_equal(again.x_adv, found.x_adv)

@@ -8,8 +8,8 @@ from wdjax.attacks import APGD, FAB, Square
 from wdjax.balls import Lp
 from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
-from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.cascade import cascade
+from wdjax.ensembles.second_look import with_second_look
 
 VERSIONS = ("standard", "plus")
 
@@ -49,7 +49,7 @@ def members(ball: Lp = Lp(), version: str = "standard") -> dict[str, Attack]:
     return known if plus else {name: known[name] for name in standard}
 
 
-@diagnosed
+@with_second_look
 def autoattack(
     model: Callable[[Array], PyTree],
     x: AnyArray,
