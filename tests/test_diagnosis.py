@@ -54,6 +54,13 @@ def test_vanishing_gradients_get_a_second_look(name):
     np.testing.assert_array_equal(alone.x_adv, result.x_adv)
 
 
+def test_samples_of_radius_0_are_not_taken_for_stuck():
+    eps = np.where(np.arange(len(X)) < 8, 0.0, 0.02).astype(np.float32)
+    with warnings.catch_warnings(action="error"):
+        found = wdjax.search(PGD, PLAIN, X, Y, eps=eps)
+    assert (np.asarray(found.margin)[8:] > np.asarray(losses.margin(PLAIN(X), Y))[8:]).all()
+
+
 def test_what_was_overlooked_can_be_flipped():
     """A linear model: who can be flipped within the ball is known."""
     with pytest.warns(RobustnessWarning):

@@ -296,10 +296,13 @@ def _standing(found: Found) -> np.ndarray:
 def _is_blind(found: Found, attack: Attack, clean: np.ndarray) -> bool:
     """Whether most gradients of the survivors were zero, or most of their margins never rose.
 
-    ``clean`` ``[n]`` is the criterion at the samples.
+    Samples of radius 0, which cannot move, do not count. ``clean`` ``[n]`` is the criterion at the
+    samples.
     """
     gradients, zeros = np.asarray(found.gradients), np.asarray(found.zeros)
     left = _standing(found) & (gradients > 0)
+    if found.radius is not None:
+        left &= np.asarray(found.radius) > 0
     if not left.any():
         return False
     if zeros[left].sum() > _SHARE * gradients[left].sum():
