@@ -481,3 +481,23 @@ def test_labels_that_are_counted_from_another_number_are_told(shift):
     x, labels = x[fits][:9], labels[fits][:9]
     with pytest.warns(RobustnessWarning, match="0% of . samples .* classes are counted from 0"):
         wdjax.search(PGD, PLAIN, x, labels, eps=0.01)
+
+
+@pytest.mark.parametrize("name", ["DeepFool", "TrustRegion"])
+def test_flips_that_are_flips_half_of_the_way_are_told(name):
+    """The distance to a half space is known; an attack that begins at a flip ends there."""
+    attack = getattr(attacks, name)(Lp(2, box=None))
+    model, x, y = (wdjax.Model(lambda w, x: x @ w, W[:, :2]), X, jnp.argmax(X @ W[:, :2], axis=1))
+    normal = W[:, 1] - W[:, 0]
+    distance = np.abs(x @ normal) / np.linalg.norm(normal)
+    away = jnp.where(y == 0, 1.0, -1.0)[:, None] * normal / np.linalg.norm(normal)
+    far = x + 10 * distance[:, None] * away
+    with pytest.warns(RobustnessWarning, match="12 of 12 flips are flips half of the way already"):
+        found = wdjax.search(attack, model, x, y, start=far)
+    assert (np.asarray(found.cost) > 2 * distance).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        near = wdjax.search(attack, model, x, y, start=x + 1.5 * distance[:, None] * away)
+        plain = wdjax.search(attack, model, x, y)
+    assert (np.asarray(near.cost) < 2 * distance).all()
+    np.testing.assert_allclose(plain.cost, distance, rtol=0.05)

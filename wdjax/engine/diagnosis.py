@@ -75,6 +75,7 @@ def diagnose(
     name: str = "",
     criterion: Criterion = losses.decision_margin,
     model: Callable[[Any], PyTree] | None = None,
+    started: bool = False,
 ) -> Found:
     """Warns of what makes a result doubtful; if the attack was blind, takes a second look first.
 
@@ -88,6 +89,7 @@ def diagnose(
       name: for the warning; by default the attack's class.
       criterion: what the search asked for.
       model: what was attacked, if it is to be seen whether it rounds.
+      started: whether the search began at given points.
 
     Returns:
       ``found``, with ``overlooked`` set if the attack was blind, or if another one breaks more and
@@ -97,6 +99,8 @@ def diagnose(
     said = _missed(found, attack)
     if model is not None:
         said += _too_long(found, model, x)
+    if started or criterion is not losses.decision_margin:
+        said += _passed(found, attack, x, again)
     if isinstance(attack.ball, Lp) and _standing(found).any():
         farthest = attack.ball.diameter(found.x_adv.shape[1:])
         radius = np.asarray(farthest if attack.budget == "none" else eps)
@@ -189,6 +193,30 @@ def _too_long(found: Found, model: Callable[[Any], PyTree], x: AnyArray) -> list
     return [
         f"the model rounds what it computes from its inputs ({rounds}), which gradients do not "
         "see: distances may be too long; Square within an eps takes no gradients"
+    ]
+
+
+def _passed(found: Found, attack: Attack, x: AnyArray, again: Search) -> list[str]:
+    """What to say of nearest flips that are flips half of the way already.
+
+    Many an attack ends at its first flip, which is far from the sample where its start is, or where
+    its steps do not follow the criterion. Up to 100 flips are tried.
+    """
+    if attack.budget != "none" or not isinstance(attack.ball, Lp) or attack.ball.norm == 0:
+        return []
+    flips = np.flatnonzero(found.correct & found.success)
+    if not len(flips):
+        return []
+    tried = np.zeros(len(found.cost), bool)
+    tried[flips[np.linspace(0, len(flips) - 1, min(len(flips), _MOST)).astype(int)]] = True
+    half = jnp.asarray(x) + (found.x_adv - jnp.asarray(x)) / 2
+    near = again(Points(attack.ball), eps=found.cost, only=tried, start=half)
+    nearer = int(np.sum(tried & np.asarray(near.success)))
+    if not nearer:
+        return []
+    return [
+        f"{nearer} of {tried.sum()} flips are flips half of the way already, so that their "
+        "distances are at least twice too long: Walk may find nearer ones, mostly without start"
     ]
 
 

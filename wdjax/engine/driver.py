@@ -67,7 +67,8 @@ def search(
         unless the attack is a minimum-norm attack, where it only scales default step sizes.
       key: a typed ``jax.random.key``; required by random attacks, ignored by the others.
       criterion: ``(out, y) -> [n]``, positive where the attacker has won.
-      start: ``[n, *shape]`` points to begin at instead of the samples.
+      start: ``[n, *shape]`` points to begin at instead of the samples. DeepFool, TrustRegion and
+        WDA++ end at the first flip, so that a far start gives far flips.
       only: ``[n]`` booleans, the samples to attack; the others stay as they are.
       mask: booleans that broadcast to a sample ``[*shape]``, the coordinates that may move, such as
         those of a patch; the others stay as they are, whatever the attack, which works on the free
@@ -160,7 +161,9 @@ def search(
             diagnose=False, batch_size=batch_size, mesh=mesh,
         )  # fmt: skip
         given = found, named, clean, x, eps, again
-        found = diagnosis.diagnose(*given, criterion=criterion, model=model)
+        found = diagnosis.diagnose(
+            *given, criterion=criterion, model=model, started=start is not None
+        )
     return found if form is None else replace(found, x_adv=form.tree(found.x_adv))
 
 
