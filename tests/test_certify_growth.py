@@ -107,6 +107,17 @@ def test_slopes_at_infinity_are_those_of_far_points():
     assert np.all(np.isinf(asymptote.slopes(smooth, x, labels, jnp.array(50.0), 1, "auto")))
 
 
+def test_a_literal_has_the_slopes_of_a_row_of_it():
+    x, labels, last = jnp.full((2, 4), 0.5), jnp.arange(3), jnp.array(50.0)
+    rng = np.random.default_rng(3)
+    first, second = (jnp.array(rng.normal(size=s), jnp.float32) for s in ((4, 8), (8, 3)))
+    literal = Model(lambda w, x: jnp.maximum(x @ w[0], 0.7) @ w[1], (first, second))
+    bends = jnp.full(8, 0.7)
+    row = Model(lambda w, x: jnp.maximum(x @ w[0], w[2]) @ w[1], (first, second, bends))
+    steep, same = (asymptote.slopes(m, x, labels, last, 2, "auto") for m in (literal, row))
+    np.testing.assert_allclose(steep, same, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

@@ -91,8 +91,10 @@ def _apart(net: Network, shape: tuple[int, ...]) -> Callable[[Array], Array]:
                     parts = [part.apply(values[part.place]) for part in affine.parts]
                     values[place] = near * affine.offset + sum(parts)
             if node.outputs[0] in net.others:
+                apart = TABLE[node.name].elementwise
+                whole = net.graph.avals[node.outputs[0]].shape if apart else None
                 args = [
-                    values[place] if place in values else _divided(net.exact[place], near)
+                    values[place] if place in values else _divided(net.exact[place], near, whole)
                     for place in node.inputs
                 ]
                 values.update(zip(node.outputs, affine_rules.evaluate(node.eqn, args)))
@@ -101,7 +103,13 @@ def _apart(net: Network, shape: tuple[int, ...]) -> Callable[[Array], Array]:
     return apply
 
 
-def _divided(value: Any, near: Array) -> Array:
-    """A constant times ``1/t``; a zero stays a constant, so that a ReLU is recognised as one."""
-    zero = not validate.traced(value) and not np.any(np.asarray(value))
-    return jnp.asarray(value) if zero else near * jnp.asarray(value)
+def _divided(value: Any, near: Array, whole: tuple[int, ...] | None) -> Array:
+    """A constant times ``1/t``; a zero stays a constant, so that a ReLU is recognised as one.
+
+    Others are no constants any more, and bounds of an entrywise function ask for operands of its
+    own shape ``whole`` then: a literal such as that of ``maximum(x, 0.7)`` has none.
+    """
+    if not validate.traced(value) and not np.any(np.asarray(value)):
+        return jnp.asarray(value)
+    divided = near * jnp.asarray(value)
+    return divided if whole is None else jnp.broadcast_to(divided, whole)
