@@ -109,6 +109,8 @@ def test_cases_are_the_points_that_satisfy_the_file():
         (declared() + "(assert (<= Y_0 nan))", "stands where"),
         (declared() + "(assert (<= Y_0 1e999))", "a number is inf"),
         (declared() + "(assert (<= Y_0 1" + "0" * 400 + "))", "a number is inf"),
+        (declared() + "(assert (<= Y_0 -1.0e-400))", "is not 0, but too small"),
+        (declared() + "(assert (<= (* 1e-200 (* 1e-200 Y_0)) 1))", "is not 0, but too small"),
         (declared() + "(assert (<= (* Y_0 Y_1) 1))", "stands where"),
         (declared() + "(assert (<= (/ Y_0 0) 1))", "stands where"),
         (declared() + boxed(1) + "(assert (<= Y_0 1))", "X_1 has no bound"),

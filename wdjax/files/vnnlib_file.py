@@ -241,7 +241,10 @@ def _linear(term: Any, known: set[str]) -> Term:
         case str(word) if word in known:
             return {word: 1.0}
         case str(word) if _NUMBER.fullmatch(word):
-            return {"": _sized(float(word))}
+            value = _sized(float(word))
+            if not value and word.lower().partition("e")[0].strip("+-.0"):
+                raise _FaultError(f"the number {_shown(word)} is not 0, but too small for a float")
+            return {"": value}
         case ["+", *parts] if parts:
             found = _linear(parts[0], known)
             for part in parts[1:]:
@@ -269,7 +272,10 @@ def _plus(one: Term, other: Term, factor: float) -> Term:
     """``one + factor * other``, without the variables that cancel."""
     found = dict(one)
     for name, value in other.items():
-        found[name] = _sized(found.get(name, 0.0) + factor * value)
+        more = factor * value
+        if not more and factor and value:
+            raise _FaultError(f"{factor:g} times {value:g} is not 0, but too small for a float")
+        found[name] = _sized(found.get(name, 0.0) + more)
     return {name: value for name, value in found.items() if value or not name}
 
 
