@@ -85,6 +85,24 @@ def test_cases_are_the_points_that_satisfy_the_file():
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
+    ("condition", "a", "b"),
+    [
+        ("(>= (+ Y_0 1e20) (+ 1e20 -3))", -1, 3),
+        ("(<= (- (+ Y_0 1e-30) 1e20) (* -1 1e20))", 1, -1e-30),
+        ("(<= (* 3 Y_0) (+ 0.1 0.2))", 3, 0.3),
+        ("(<= (/ (* 49 Y_0) 49) (/ 1 3))", 1, 1 / 3),
+        ("(<= (* 1e-25 (* 1e25 Y_0)) 1)", 1, 1),
+    ],
+)
+def test_sums_and_products_are_exact_and_rounded_once(condition, a, b):
+    """In floats the first of these asks for ``Y_0 >= 0`` instead of ``Y_0 >= -3``."""
+    text = f"{declared(1, 1)}(assert (<= X_0 1))(assert (>= X_0 0))(assert {condition})"
+    ((_, _, ((got, limit),)),) = vnnlib_file.parsed(text.encode())
+    assert (got.tolist(), limit.tolist()) == ([[a]], [b])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "no input X_0"),
@@ -110,7 +128,12 @@ def test_cases_are_the_points_that_satisfy_the_file():
         (declared() + "(assert (<= Y_0 1e999))", "a number is inf"),
         (declared() + "(assert (<= Y_0 1" + "0" * 400 + "))", "a number is inf"),
         (declared() + "(assert (<= Y_0 -1.0e-400))", "is not 0, but too small"),
-        (declared() + "(assert (<= (* 1e-200 (* 1e-200 Y_0)) 1))", "is not 0, but too small"),
+        (
+            declared() + boxed() + "(assert (<= (* 1e-200 (* 1e-200 Y_0)) 1))",
+            "is not 0, but too small",
+        ),
+        (declared() + boxed() + "(assert (<= (* 1e-300 X_0) 1e30))(assert (<= Y_0 1))", "2.100"),
+        (declared() + "(assert (<= Y_0 0e-999999999))(assert (<= X_0 1e999999999))", "is inf"),
         (declared() + "(assert (<= (* Y_0 Y_1) 1))", "stands where"),
         (declared() + "(assert (<= (/ Y_0 0) 1))", "stands where"),
         (declared() + boxed(1) + "(assert (<= Y_0 1))", "X_1 has no bound"),

@@ -292,7 +292,8 @@ def best_of(*found: Found) -> Found:
 
     Raises:
       ValueError: a result of :func:`run`, whose budget is spent already; no result; or results of
-        other shapes or norms. That the samples are the same is not seen.
+        other shapes, or of boxes of other diameters, as those of another norm mostly are. That the
+        samples are the same is not seen, nor another norm without a box.
 
     >>> from wdjax import Model
     >>> from wdjax.attacks import PGD

@@ -16,6 +16,7 @@ import itertools
 import re
 import zlib
 from collections.abc import Iterator
+from fractions import Fraction
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +27,9 @@ import numpy.typing as npt
 from wdjax.files import vnnlib_typed
 
 Numbers = npt.NDArray[Any]
-Term = dict[str, float]
-"""A linear term: coefficients by variable; the constant under ``""``."""
+Term = dict[str, Fraction]
+"""A linear term: coefficients by variable; the constant under ``""``. They are exact until they
+enter a box or an inequality: in floats ``1e20 - 3`` is ``1e20``, and the 3 would be lost."""
 Row = tuple[Term, ...]
 """Terms that are all at most 0: a conjunction."""
 
@@ -40,6 +42,8 @@ _CASES = 1 << 14
 outermost form, and of alternatives."""
 _ATOMS = 1 << 21
 """Largest number of comparisons in all alternatives together."""
+_LARGEST = 1 << 100
+"""The largest absolute value of a number."""
 _ENTRIES = 1 << 21
 """Largest number of inputs, and of outputs, of a query of VNN-LIB 2.0."""
 
@@ -206,7 +210,7 @@ def _alternatives(condition: list[Any], known: set[str]) -> list[Row]:
         case ["<=" | ">=" | "=" as sign, one, other]:
             left, right = _linear(one, known), _linear(other, known)
             pairs = [(left, right)] * (sign != ">=") + [(right, left)] * (sign != "<=")
-            return [tuple(_plus(*pair, -1.0) for pair in pairs)]
+            return [tuple(_plus(*pair, Fraction(-1)) for pair in pairs)]
     raise _FaultError(f"the condition {_shown(condition)}; there are <=, >=, =, and, or")
 
 
@@ -239,50 +243,60 @@ def _linear(term: Any, known: set[str]) -> Term:
     """A linear term of variables, numbers, ``+``, ``-``, ``*`` and ``/``."""
     match term:
         case str(word) if word in known:
-            return {word: 1.0}
+            return {word: Fraction(1)}
         case str(word) if _NUMBER.fullmatch(word):
-            value = _sized(float(word))
-            if not value and word.lower().partition("e")[0].strip("+-.0"):
-                raise _FaultError(f"the number {_shown(word)} is not 0, but too small for a float")
-            return {"": value}
+            return {"": _number(word)}
         case ["+", *parts] if parts:
             found = _linear(parts[0], known)
             for part in parts[1:]:
-                found = _plus(found, _linear(part, known), 1.0)
+                found = _plus(found, _linear(part, known), Fraction(1))
             return found
         case ["-", one]:
-            return _plus({}, _linear(one, known), -1.0)
+            return _plus({}, _linear(one, known), Fraction(-1))
         case ["-", one, *parts]:
             found = _linear(one, known)
             for part in parts:
-                found = _plus(found, _linear(part, known), -1.0)
+                found = _plus(found, _linear(part, known), Fraction(-1))
             return found
         case ["*" | "/" as sign, one, other]:
             left, right = _linear(one, known), _linear(other, known)
             if sign == "*" and not set(left) - {""}:
                 left, right = right, left
-            factor = right.get("", 0.0)
+            factor = right.get("", Fraction(0))
             if not set(right) - {""} and (sign == "*" or factor):
-                return _plus({}, left, factor if sign == "*" else 1.0 / factor)
+                return _plus({}, left, factor if sign == "*" else 1 / factor)
     known_ = "a declared variable, a finite number or a linear term"
     raise _FaultError(f"{_shown(term)} stands where {known_} is expected")
 
 
-def _plus(one: Term, other: Term, factor: float) -> Term:
+def _number(word: str) -> Fraction:
+    """A number's exact value; its size is looked at first, since 1e999999999 would fill memory."""
+    near = float(word)
+    if not abs(near) <= _LARGEST:
+        raise _FaultError(f"a number is {near:g}; the largest allowed is 2^100")
+    if near:
+        return Fraction(word)
+    if word.lower().partition("e")[0].strip("+-.0"):
+        raise _FaultError(f"the number {_shown(word)} is not 0, but too small for a float")
+    return Fraction(0)
+
+
+def _plus(one: Term, other: Term, factor: Fraction) -> Term:
     """``one + factor * other``, without the variables that cancel."""
     found = dict(one)
     for name, value in other.items():
-        more = factor * value
-        if not more and factor and value:
-            raise _FaultError(f"{factor:g} times {value:g} is not 0, but too small for a float")
-        found[name] = _sized(found.get(name, 0.0) + more)
+        found[name] = found.get(name, 0) + factor * value
     return {name: value for name, value in found.items() if value or not name}
 
 
-def _sized(value: float) -> float:
-    if not abs(value) <= 2.0**100:
-        raise _FaultError(f"a number is {value:g}; the largest allowed is 2^100")
-    return value
+def _rounded(value: Fraction) -> float:
+    """The nearest float."""
+    if abs(value) > _LARGEST:
+        raise _FaultError("a sum, product or quotient exceeds 2^100, the largest allowed")
+    near = float(value)
+    if value and not near:
+        raise _FaultError("a product or quotient is not 0, but too small for a float")
+    return near
 
 
 def _cases(plain: list[Term], rows: list[Row], inputs: int, outputs: int) -> tuple[BoxCase, ...]:
@@ -316,7 +330,7 @@ def _bounds(term: Term, lower: Numbers, upper: Numbers) -> bool:
             f"a comparison of {' and '.join(names[:4])}; an input is compared with numbers"
         )
     index, factor = int(names[0][2:]), term[names[0]]
-    end = -term.get("", 0.0) / factor
+    end = _rounded(-term.get("", Fraction(0)) / factor)
     if factor > 0:
         upper[index] = min(upper[index], end)
     else:
@@ -339,10 +353,10 @@ def _check_box(lower: Numbers, upper: Numbers) -> None:
 def _inequalities(terms: list[Term], outputs: int) -> tuple[Numbers, Numbers]:
     a, b = np.zeros((len(terms), outputs)), np.zeros(len(terms))
     for row, term in enumerate(terms):
-        b[row] = -term.get("", 0.0)
+        b[row] = _rounded(-term.get("", Fraction(0)))
         for name, value in term.items():
             if name:
-                a[row, int(name[2:])] = value
+                a[row, int(name[2:])] = _rounded(value)
     return a, b
 
 
