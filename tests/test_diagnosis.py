@@ -11,6 +11,7 @@ import pytest
 import wdjax
 from wdjax import Lp, attacks, audit, ensembles, losses, remarks
 from wdjax.engine.diagnosis import RobustnessWarning
+from wdjax.ensembles.second_look import with_second_look
 from wdjax.smoothing import noise
 
 RNG = np.random.default_rng(0)
@@ -386,6 +387,15 @@ def test_suites_look_again_where_some_coordinates_have_no_gradient(name):
     with warnings.catch_warnings(action="error"):
         again = WITHIN[name](*task, diagnose=False, **how)
     np.testing.assert_array_equal(again.x_adv, found.x_adv)
+
+
+def test_suites_take_no_second_look_inside_a_trace():
+    @with_second_look
+    def suite(model, x, y, *, eps, key, ball):
+        return wdjax.search(attacks.PGD(ball, steps=4), model, x, y, eps=eps)
+
+    traced = jax.jit(lambda x: suite(PLAIN, x, Y, eps=0.1, key=KEY).success)(X)
+    np.testing.assert_array_equal(traced, suite(PLAIN, X, Y, eps=0.1, key=KEY).success)
 
 
 @pytest.mark.parametrize("straight", [False, True], ids=["no gradient", "straight-through"])

@@ -67,8 +67,8 @@ def search(
         unless the attack is a minimum-norm attack, where it only scales default step sizes.
       key: a typed ``jax.random.key``; required by random attacks, ignored by the others.
       criterion: ``(out, y) -> [n]``, positive where the attacker has won.
-      start: ``[n, *shape]`` points to begin at instead of the samples. DeepFool, TrustRegion and
-        WDA++ end at the first flip, so that a far start gives far flips.
+      start: ``[n, *shape]`` points to begin at instead of the samples, brought into box and ball.
+        DeepFool, TrustRegion and WDA++ end at the first flip: a far start gives far flips.
       only: ``[n]`` booleans, the samples to attack; the others stay as they are.
       mask: booleans that broadcast to a sample ``[*shape]``, the coordinates that may move, such as
         those of a patch; the others stay as they are, whatever the attack, which works on the free

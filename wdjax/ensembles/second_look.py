@@ -6,6 +6,7 @@ from typing import Any
 
 from wdjax.attacks import MarginPGD
 from wdjax.balls import Lp
+from wdjax.checks import validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
 from wdjax.engine import diagnosis, driver
 from wdjax.precision import full_precision
@@ -33,7 +34,7 @@ def with_second_look(ensemble: Callable[..., Found]) -> Callable[..., Found]:
         **options: Any,
     ) -> Found:
         found = ensemble(model, x, y, eps=eps, key=key, ball=ball, **options)
-        if not diagnose:
+        if not diagnose or validate.traced(found):
             return found
         task, only = (model, x, y), options.get("only")
         look = MarginPGD(ball)
