@@ -232,12 +232,8 @@ def _radius(name: str, value: Any) -> None:
     came = described(array if len(array.shape) else value)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise ValueError(f"{name} must be a single number that is real, got {came}.")
-    if validate.traced(value):
-        return
-    with np.errstate(over="ignore"):
-        single = np.asarray(array).astype(np.float32)
-    if not np.all(np.isfinite(single) & (np.asarray(array) >= 0)):
-        raise ValueError(f"{name} must be finite and at least 0, in float32, got {came}.")
+    if not validate.traced(value) and not np.all(np.isfinite(array) & (np.asarray(array) >= 0)):
+        raise ValueError(f"{name} must be finite and at least 0, got {came}.")
 
 
 def _key(name: str, value: Any) -> None:

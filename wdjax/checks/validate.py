@@ -367,7 +367,11 @@ def _radii(eps: Any, x: Array) -> Array:
     """Radii ``[n]`` in the dtype of ``x``; NumPy broadcasts concrete ones, so nothing compiles."""
     if traced(eps):
         return jnp.broadcast_to(jnp.asarray(eps, x.dtype), len(x))
-    return jax.device_put(np.broadcast_to(np.asarray(eps, x.dtype), len(x)))
+    with np.errstate(over="ignore"):
+        radii = np.asarray(eps).astype(x.dtype)
+    if not np.all(np.isfinite(radii)):
+        raise ValueError(f"eps must be finite in {x.dtype}, got {eps!r}.")
+    return jax.device_put(np.broadcast_to(radii, len(x)))
 
 
 def check_number(name: str, value: Any, least: float = 0.0) -> Any:
