@@ -391,11 +391,13 @@ def test_suites_look_again_where_some_coordinates_have_no_gradient(name):
 
 def test_suites_take_no_second_look_inside_a_trace():
     @with_second_look
-    def suite(model, x, y, *, eps, key, ball):
+    def suite(model, x, y, *, eps, key, ball=PGD.ball):
         return wdjax.search(attacks.PGD(ball, steps=4), model, x, y, eps=eps)
 
     traced = jax.jit(lambda x: suite(PLAIN, x, Y, eps=0.1, key=KEY).success)(X)
     np.testing.assert_array_equal(traced, suite(PLAIN, X, Y, eps=0.1, key=KEY).success)
+    with pytest.raises(TypeError, match=r"suite\(\) missing .* 'key'"):
+        suite(PLAIN, X, Y, eps=0.1)
 
 
 @pytest.mark.parametrize("straight", [False, True], ids=["no gradient", "straight-through"])

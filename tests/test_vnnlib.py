@@ -133,6 +133,11 @@ def test_sums_and_products_are_exact_and_rounded_once(condition, a, b):
             "is not 0, but too small",
         ),
         (declared() + boxed() + "(assert (<= (* 1e-300 X_0) 1e30))(assert (<= Y_0 1))", "2.100"),
+        (
+            declared()
+            + f"(assert (<= Y_0 (+ {' '.join(f'(/ 1 {n})' for n in range(3, 10**5, 2))})))",
+            "binary digits",
+        ),
         (declared() + "(assert (<= Y_0 0e-999999999))(assert (<= X_0 1e999999999))", "is inf"),
         (declared() + "(assert (<= (* Y_0 Y_1) 1))", "stands where"),
         (declared() + "(assert (<= (/ Y_0 0) 1))", "stands where"),

@@ -91,8 +91,8 @@ def _apart(net: Network, shape: tuple[int, ...]) -> Callable[[Array], Array]:
                     parts = [part.apply(values[part.place]) for part in affine.parts]
                     values[place] = near * affine.offset + sum(parts)
             if node.outputs[0] in net.others:
-                apart = TABLE[node.name].elementwise
-                whole = net.graph.avals[node.outputs[0]].shape if apart else None
+                entrywise = TABLE[node.name].elementwise
+                whole = net.graph.avals[node.outputs[0]].shape if entrywise else None
                 args = [
                     values[place] if place in values else _divided(net.exact[place], near, whole)
                     for place in node.inputs

@@ -1,16 +1,18 @@
 """The second look and the warning of a single search, at the end of an ensemble."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from wdjax.attacks import MarginPGD
-from wdjax.balls import Lp
 from wdjax.checks import validate
-from wdjax.core import AnyArray, Array, Attack, Found, PyTree
+from wdjax.core import Array, Attack, Found
 from wdjax.engine import diagnosis, driver
 from wdjax.precision import full_precision
 
+_TASK = "model", "x", "y", "eps", "key", "ball"
+"""Arguments that every ensemble with a second look must have."""
 _LOOK = "criterion", "mask", "index", "batch_size", "mesh"
 """Options of the searches that hold for the second look."""
 
@@ -21,24 +23,18 @@ def with_second_look(ensemble: Callable[..., Found]) -> Callable[..., Found]:
     The ensemble must call its own searches with ``diagnose=False``. It runs in full precision.
     """
 
+    signature = inspect.signature(ensemble)
+
     @functools.wraps(ensemble)
-    def told(
-        model: Callable[[Array], PyTree],
-        x: AnyArray,
-        y: AnyArray,
-        *,
-        eps: Any,
-        key: Array,
-        ball: Lp = Lp(),
-        diagnose: bool = True,
-        **options: Any,
-    ) -> Found:
-        found = ensemble(model, x, y, eps=eps, key=key, ball=ball, **options)
+    def told(*given: Any, diagnose: bool = True, **options: Any) -> Found:
+        found = ensemble(*given, **options)
         if not diagnose or validate.traced(found):
             return found
-        task, only = (model, x, y), options.get("only")
-        look = MarginPGD(ball)
-        return looked_again(ensemble.__name__, found, look, task, eps, key, only, options)
+        asked = signature.bind(*given, **options)
+        asked.apply_defaults()
+        *task, eps, key, ball = (asked.arguments[name] for name in _TASK)
+        name, only = ensemble.__name__, options.get("only")
+        return looked_again(name, found, MarginPGD(ball), (*task,), eps, key, only, options)
 
     return full_precision(told)
 
@@ -47,7 +43,7 @@ def looked_again(
     name: str,
     found: Found,
     attack: Attack,
-    task: tuple[Callable[[Array], PyTree], AnyArray, AnyArray],
+    task: tuple[Any, ...],
     eps: Any,
     key: Array,
     only: Any,

@@ -44,6 +44,9 @@ _ATOMS = 1 << 21
 """Largest number of comparisons in all alternatives together."""
 _LARGEST = 1 << 100
 """The largest absolute value of a number."""
+_BITS = 1 << 14
+"""The largest numbers of binary digits of a fraction's numerator and denominator: those of a sum of
+thousands of fractions would fill hours."""
 _ENTRIES = 1 << 21
 """Largest number of inputs, and of outputs, of a query of VNN-LIB 2.0."""
 
@@ -285,7 +288,9 @@ def _plus(one: Term, other: Term, factor: Fraction) -> Term:
     """``one + factor * other``, without the variables that cancel."""
     found = dict(one)
     for name, value in other.items():
-        found[name] = found.get(name, 0) + factor * value
+        found[name] = total = found.get(name, 0) + factor * value
+        if max(total.numerator.bit_length(), total.denominator.bit_length()) > _BITS:
+            raise _FaultError(f"a number has more than {_BITS} binary digits")
     return {name: value for name, value in found.items() if value or not name}
 
 
