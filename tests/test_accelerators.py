@@ -40,6 +40,7 @@ ATTACKS = {
     "pdpgd": attacks.PDPGD(),
     "alma": attacks.ALMA(Lp(2)),
     "trust region": attacks.TrustRegion(),
+    "slp": attacks.SLP(),
     "sigma-zero": attacks.SigmaZero(),
     "pgd l0": attacks.PGD(Lp(0)),
 }

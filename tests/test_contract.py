@@ -78,6 +78,7 @@ VARIANTS = {
     "pgd restarts": (functools.partial(attacks.PGD, steps=3, restarts=3), {"kappa": 1.5}),
     "pgd l0": (functools.partial(attacks.PGD, steps=4, restarts=2), {"kappa": 2.0}),
     "sigma-zero": (functools.partial(attacks.SigmaZero, steps=20), {}),
+    "slp": (functools.partial(attacks.SLP, steps=8), {}),
 }
 ATTACKS = FOUNDATION | ROOM | VARIANTS
 # Attacks that are not defined in every norm are tried in those for which they are.
@@ -239,7 +240,7 @@ def test_vmap_over_radii_is_one_run_each(name, norm):
 SHARDED = (
     "fgsm", "pgd random", "pgd restarts", "wda top 2", "wda++", "apgd targeted", "fab targeted",
     "square", "wpgd", "wpgd order 1", "margin pgd far", "walk within", "ddn", "fmn", "deepfool",
-    "cw", "pdpgd", "alma", "tr", "pgd l0", "sigma-zero",
+    "cw", "pdpgd", "alma", "tr", "pgd l0", "sigma-zero", "slp",
 )  # fmt: skip
 
 

@@ -142,6 +142,7 @@ EVERY = {
     "PDPGD": (1, functools.partial(attacks.PDPGD, steps=150)),
     "ALMA": (2, functools.partial(attacks.ALMA, steps=200)),
     "TrustRegion": (np.inf, attacks.TrustRegion),
+    "SLP": (1, attacks.SLP),
     "PGD in l0": (0, functools.partial(attacks.PGD, steps=20, loss=losses.margin)),
     "SigmaZero": (0, functools.partial(attacks.SigmaZero, steps=150)),
 }

@@ -8,10 +8,11 @@ Steps and projections are those of the ball: ``ball.ascend`` and ``ball.project`
 
 In a ball: `pgd` (and FGSM), `apgd` (with `phases`), `margin_pgd`, `diversified`, `square`, `wda`;
 for one budget of the whole data set `wpgd`. Minimum-norm: `fab`, `fmn`, `deepfool`, `ddn`, `alma`,
-`carlini_wagner`, `pdpgd`, `trust_region`, `walk`, `wda_plus_plus`, `sigma_zero` (counts changed
-coordinates). `points` only measures given points. Helpers: `gradient_attack` (the base class),
-`ascent` (cleaned gradients, the best of several steps, slack for rounding), `nearest` (the nearest
-flip), `linearised` and `hyperplane` (class boundaries), `rivals` (target classes).
+`carlini_wagner`, `pdpgd`, `trust_region`, `walk`, `wda_plus_plus`, `slp` (shortens known flips),
+`sigma_zero` (counts changed coordinates). `points` only measures given points. Helpers:
+`gradient_attack` (the base class), `ascent` (cleaned gradients, the best of several steps, slack
+for rounding), `nearest` (the nearest flip), `linearised` and `hyperplane` (class boundaries),
+`rivals` (target classes).
 
 Open `pgd` first. To add an attack: a file here, most easily a subclass of ``GradientAttack``; its
 name in ``__all__`` here; a row in ``wdjax/cli/attack_table.py`` for the command line; a row in the
@@ -32,6 +33,7 @@ from wdjax.attacks.pdpgd import PDPGD
 from wdjax.attacks.pgd import PGD, fgsm
 from wdjax.attacks.points import Points
 from wdjax.attacks.sigma_zero import SigmaZero
+from wdjax.attacks.slp import SLP
 from wdjax.attacks.square import Square
 from wdjax.attacks.trust_region import TrustRegion
 from wdjax.attacks.walk import Walk
@@ -47,6 +49,7 @@ __all__ = [
     "FMN",
     "PDPGD",
     "PGD",
+    "SLP",
     "WDA",
     "WPGD",
     "CarliniWagner",

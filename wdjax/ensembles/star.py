@@ -71,11 +71,14 @@ def wda_star(
     samples only whose expected gain counts. Small steps from the best points end it.
 
     For norm 1, from 200 passes on, a short :class:`~wdjax.attacks.PDPGD` comes first; a long walk
-    in small steps starts at its flip, or at the sample where it found none. From 200 to 299 passes
-    a sample still without a flip gets a walk from a random point, and nothing is shared. If the
-    first four steps from the samples flip more than half of them, walks to three classes take the
-    place of PDPGD for all: this one decision depends on which samples come together. From 300
-    passes on every sample also takes a walk to several classes, and the rest is shared as above.
+    in small steps starts at its flip, or at the sample where it found none. From 200 to 449 passes
+    a sample still without a flip gets a walk from a random point. If the first four steps from the
+    samples flip more than half of them, walks to three classes take the place of PDPGD for all:
+    this one decision depends on which samples come together, and below 300 passes nothing else
+    does. From 450 passes on every sample takes both, and from 300 on what is left is shared as
+    above. Below 70 passes the trial is between a walk from the sample and one from a random point,
+    which then is made for samples without a flip. From 70 passes on :class:`~wdjax.attacks.SLP`
+    shortens the flips at the end; of a linear model they are then the nearest.
 
     Fewer than 36 samples tell little about each other. From 150 to 299 passes (norm 1: to 199) each
     takes a walk from itself and one from a random point of the box; then one to the nearest class

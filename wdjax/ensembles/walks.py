@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from wdjax.attacks.pdpgd import PDPGD
+from wdjax.attacks.slp import SLP
 from wdjax.attacks.walk import Walk
 from wdjax.balls import Lp
 
@@ -25,6 +26,8 @@ _SLOW = 66
 """Maximum number of steps of the walk that follows it."""
 _FEW = 200
 """Minimum number of passes for which norm 1 has a schedule of its own."""
+_BOTH = 450
+"""Minimum number of passes that pay for both openings of norm 1 on every sample."""
 _PAIR = 14, 2
 """Steps and classes of the walk from the sample in norm 2 where passes are few."""
 _AIMS = 3
@@ -38,10 +41,15 @@ _STARTS = 3, 6
 """Number of these brief walks, where passes or samples are few and where both are many."""
 
 
+_LINEAR = 20, 8
+"""Norm 1 ends with one step of sequential linear programming for so many passes, and at most so
+many steps."""
+
+
 class Kind(NamedTuple):
     """A search, and where it starts."""
 
-    attack: Walk | PDPGD
+    attack: Walk | PDPGD | SLP
     start: str
     """``"sample"``, ``"around"`` the sample at the scale of the best distance, or ``"best"``."""
     where: str = "all"
@@ -117,11 +125,14 @@ def schedule(ball: Lp, passes: int, most: int | None = None, few: bool = False) 
     held = Walk(ball, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
     bold = Walk(ball, far=True, haste=1.0, step_size=2.0, shrink=0.35, width=2.3)
     more = [Kind(replace(walk, steps=later), "around") for walk in (held, bold)]
+    if passes < _PILOTS and ball.norm == 1:
+        return _hasty(ball, passes, more)
     if passes < _PILOTS:
         return Itinerary([far], [], [], [], more, [])
+    ends = _ends(ball, passes) if ball.norm == 1 else []
     firsts = [far, Kind(replace(held, steps=first), "around"), near]
     if passes < _MANY[0]:
-        return Itinerary(firsts, [], [], [], more[:1], [])
+        return Itinerary(firsts, [], [], [], more[:1], ends)
     short = replace(aimed, steps=_SHORT)
     look = [Kind(replace(aimed, steps=_LOOK, targets=0), "sample"), Kind(short, "sample")]
     polish = Kind(Walk(ball, steps=later, step_size=0.2), "best")
@@ -131,21 +142,39 @@ def schedule(ball: Lp, passes: int, most: int | None = None, few: bool = False) 
     if passes < _MANY[1]:
         more.append(Kind(replace(short, targets=2), "sample"))
         if few and not (ball.norm == 1 and passes >= _FEW):
-            return _broad(passes, aimed, bold, more)
+            return _broad(passes, aimed, bold, more, ends)
     else:
         wide = Walk(ball, steps=later, far=True, targets=2, width=1.5)
         patient = Walk(ball, steps=2 * later, far=True)
         more += [Kind(wide, "around"), Kind(patient, "sample"), polish]
     if ball.norm == 1 and passes >= _FEW:
-        return _sparse(ball, passes, more)
+        return _sparse(ball, passes, more, ends)
     if ball.norm == 1:
-        return Itinerary(firsts, look, [], [], more, last)
+        return Itinerary(firsts, look, [], [], more, [*last, *ends])
     if passes >= _MANY[1]:
         more = [several, *more]
     return Itinerary([far, near], look, [], [], more, last, several=several)
 
 
-def _broad(passes: int, aimed: Walk, bold: Walk, more: list[Kind]) -> Itinerary:
+def _ends(ball: Lp, passes: int) -> list[Kind]:
+    """The last search for norm 1, which makes flips sparser than walks do in as many passes."""
+    every, most = _LINEAR
+    return [Kind(SLP(ball, steps=min(most, passes // every)), "best")]
+
+
+def _hasty(ball: Lp, passes: int, more: list[Kind]) -> Itinerary:
+    """The schedule for norm 1 if passes are few.
+
+    Few steps from a random point end 5 to 50 times farther away than as many from the sample, but
+    those find no flip where gradients are tiny: trial samples, one in six, take both.
+    """
+    steps = (6 * passes // 7 - 3) // 2
+    far, near = (Walk(ball, steps=steps, far=far, haste=1.0) for far in (True, False))
+    free = Kind(far, "sample")
+    return Itinerary([free, Kind(near, "sample")], [], [], [free], more, [])
+
+
+def _broad(passes: int, aimed: Walk, bold: Walk, more: list[Kind], ends: list[Kind]) -> Itinerary:
     """The schedule for few samples: each takes walks of several kinds; what they leave is shared.
 
     So few tell too little about each other: with trials that choose one kind for all, other attacks
@@ -160,26 +189,26 @@ def _broad(passes: int, aimed: Walk, bold: Walk, more: list[Kind]) -> Itinerary:
     ]
     # A sample takes one of the third and fourth; the third costs more.
     fixed = sum(kind.passes - 2 * kind.attack.steps for kind in kinds if kind.where != "far")
-    total = (passes - fixed) // 2
+    total = (passes - fixed - _cost(ends)) // 2
     first, free, again = (int(share * total) for share in _BROAD)
     steps = first, free, again, again, total - first - free - again
     each = [
         kind._replace(attack=replace(kind.attack, steps=count)) for kind, count in zip(kinds, steps)
     ]
-    return Itinerary(each[:1], [], each[1:], [], more, [])
+    return Itinerary(each[:1], [], each[1:], [], more, ends)
 
 
-def _sparse(ball: Lp, passes: int, more: list[Kind]) -> Itinerary:
+def _sparse(ball: Lp, passes: int, more: list[Kind], ends: list[Kind]) -> Itinerary:
     """The schedule for norm 1.
 
     Walks from random points end at points that change many pixels. The proximal map finds the few
     pixels that matter, often at a long distance, which a long walk in small steps then shortens.
-    Below 300 passes this is done only if the first steps from the sample flip at most half of the
+    Below 450 passes this is done only if the first steps from the sample flip at most half of the
     samples: gradients there are small. Otherwise walks to several classes are better.
     """
     first = Kind(PDPGD(ball, steps=min(_SPARSE[1], max(_SPARSE[0], passes // 12))), "sample")
-    probe = Kind(Walk(ball, steps=_LOOK), "sample") if passes < _MANY[1] else None
-    left = passes - (probe.passes + 2 if probe else 0)
+    probe = Kind(Walk(ball, steps=_LOOK), "sample") if passes < _BOTH else None
+    left = passes - _cost(ends) - (probe.passes + 2 if probe else 0)
     steps = min(_SLOW, (left - first.passes - 3) // 2)
     slow = Walk(ball, steps=steps, haste=1.0, step_size=0.3, shrink=0.2)
     polish, far = Kind(slow, "best"), Kind(replace(slow, far=True, haste=0.0, shrink=0.4), "sample")
@@ -188,11 +217,17 @@ def _sparse(ball: Lp, passes: int, more: list[Kind]) -> Itinerary:
     lost = [Kind(replace(slow, steps=steps - third - 1), "sample"), Kind(free, "sample")]
     walk = Walk(ball, steps=_BRISK[0], targets=_AIMS, haste=1.0, step_size=0.7)
     if probe:
+        shared = more if passes >= _MANY[1] else []
         brisk = Kind(walk, "sample")
         end = replace(slow, steps=(left - brisk.passes - 3) // 2, step_size=0.6, shrink=0.3)
-        easy = Itinerary([brisk], [], [Kind(end, "best")], lost[1:], [], [])
-        return Itinerary([first], [], [polish], lost, [], [], probe=probe, easy=easy)
+        easy = Itinerary([brisk], [], [Kind(end, "best")], lost[1:], shared, ends)
+        return Itinerary([first], [], [polish], lost, shared, ends, probe=probe, easy=easy)
     left -= first.passes + polish.passes
     longest = ((left - 8) // _AIMS - 1) // 2
     several = Kind(replace(walk, steps=min(_BRISK[1], longest)), "sample")
-    return Itinerary([first], [], [polish, several], [polish], [far, polish, *more], [])
+    return Itinerary([first], [], [polish, several], [polish], [far, polish, *more], ends)
+
+
+def _cost(kinds: list[Kind]) -> int:
+    """The passes of one sample that takes all of these."""
+    return sum(kind.passes for kind in kinds)
