@@ -73,12 +73,13 @@ def wda_star(
     For norm 1, from 200 passes on, a short :class:`~wdjax.attacks.PDPGD` comes first; a long walk
     in small steps starts at its flip, or at the sample where it found none. From 200 to 449 passes
     a sample still without a flip gets a walk from a random point. If the first four steps from the
-    samples flip more than half of them, walks to three classes take the place of PDPGD for all:
-    this one decision depends on which samples come together, and below 300 passes nothing else
-    does. From 450 passes on every sample takes both, and from 300 on what is left is shared as
-    above. Below 70 passes the trial is between a walk from the sample and one from a random point,
-    which then is made for samples without a flip. From 70 passes on :class:`~wdjax.attacks.SLP`
-    shortens the flips at the end; of a linear model they are then the nearest.
+    samples flip more than half of them, walks to three classes, and then two from around the
+    sample, take the place of PDPGD for all: this one decision depends on which samples come
+    together, and below 300 passes nothing else does. From 450 passes on every sample takes both,
+    and from 300 on what is left is shared as above. Below 70 passes the trial is between a walk
+    from the sample and one from a random point, which then is made for samples without a flip. From
+    70 passes on :class:`~wdjax.attacks.SLP` shortens the flips at the end; of a linear model they
+    are then the nearest.
 
     Fewer than 36 samples tell little about each other. From 150 to 299 passes (norm 1: to 199) each
     takes a walk from itself and one from a random point of the box; then one to the nearest class
@@ -160,7 +161,7 @@ def wda_star(
         record = _compare(record, plan.look, terms)
     known = np.asarray(record.found.success)
     for kind in plan.always:
-        record = record.walked(kind, record.suits(kind) & (known | (kind.start != "best")))
+        record = record.walked(kind, record.suits(kind))
     for kind in plan.lost:
         record = record.walked(kind, ~known)
     while (choice := _choice(record, plan.more, terms)) is not None:
@@ -208,7 +209,8 @@ class Standing(NamedTuple):
 
     def suits(self, kind: Kind) -> np.ndarray:
         """``[n]``: the samples to which a kind of ``Itinerary.always`` applies."""
-        return {"near": self.near, "far": ~self.near}.get(kind.where, np.ones_like(self.near))
+        own = {"near": self.near, "far": ~self.near, "found": np.asarray(self.found.success)}
+        return own.get(kind.where, np.ones_like(self.near))
 
     def after(self, result: Found, near: np.ndarray, searches: int = 1) -> "Standing":
         """The state after more searches, which walked the samples of ``near`` from themselves."""

@@ -32,8 +32,10 @@ _PAIR = 14, 2
 """Steps and classes of the walk from the sample in norm 2 where passes are few."""
 _AIMS = 3
 """Classes that a walk from the sample aims at if passes are many or the first steps flip most."""
-_BRISK = 16, 25
+_BRISK = 12, 25
 """Steps of walks to that many classes for norm 1, where passes are few and where they are many."""
+_AROUND = 10
+"""Steps of the two walks from around the sample that follow them where passes are few."""
 _BRIEF = 13
 """Steps of the brief walks from random points before a walk from the nearest of their flips. After
 fewer steps they are too far away to tell which of them comes near a good flip."""
@@ -54,7 +56,8 @@ class Kind(NamedTuple):
     """``"sample"``, ``"around"`` the sample at the scale of the best distance, or ``"best"``."""
     where: str = "all"
     """For kinds in ``Itinerary.always``: ``"near"`` only for samples whose nearest flip came from a
-    walk that began at the sample, ``"far"`` only for the others."""
+    walk that began at the sample, ``"far"`` only for the others; ``"found"`` only for samples with
+    a flip."""
     brief: int = 0
     """The number of brief walks from random points that come first: it starts at the nearest of
     their flips."""
@@ -87,7 +90,7 @@ class Itinerary(NamedTuple):
     look: list[Kind]
     """A short walk from samples that no opening walked from, and one where it comes near."""
     always: list[Kind]
-    """Those from the best point only where the opening found a flip."""
+    """Searches of all samples that they suit."""
     lost: list[Kind]
     """Searches of the samples without a flip."""
     more: list[Kind]
@@ -185,7 +188,7 @@ def _broad(passes: int, aimed: Walk, bold: Walk, more: list[Kind], ends: list[Ki
         Kind(Walk(aimed.ball, far=True, haste=1.0), "sample"),
         Kind(aimed, "sample", "near"),
         Kind(bold, "around", "far"),
-        Kind(Walk(aimed.ball, step_size=0.1, shrink=0.1), "best"),
+        Kind(Walk(aimed.ball, step_size=0.1, shrink=0.1), "best", "found"),
     ]
     # A sample takes one of the third and fourth; the third costs more.
     fixed = sum(kind.passes - 2 * kind.attack.steps for kind in kinds if kind.where != "far")
@@ -211,7 +214,10 @@ def _sparse(ball: Lp, passes: int, more: list[Kind], ends: list[Kind]) -> Itiner
     left = passes - _cost(ends) - (probe.passes + 2 if probe else 0)
     steps = min(_SLOW, (left - first.passes - 3) // 2)
     slow = Walk(ball, steps=steps, haste=1.0, step_size=0.3, shrink=0.2)
-    polish, far = Kind(slow, "best"), Kind(replace(slow, far=True, haste=0.0, shrink=0.4), "sample")
+    polish, far = (
+        Kind(slow, "best", "found"),
+        Kind(replace(slow, far=True, haste=0.0, shrink=0.4), "sample"),
+    )
     third = steps // 3
     free = Walk(ball, steps=third, far=True, haste=1.0)
     lost = [Kind(replace(slow, steps=steps - third - 1), "sample"), Kind(free, "sample")]
@@ -219,8 +225,10 @@ def _sparse(ball: Lp, passes: int, more: list[Kind], ends: list[Kind]) -> Itiner
     if probe:
         shared = more if passes >= _MANY[1] else []
         brisk = Kind(walk, "sample")
-        end = replace(slow, steps=(left - brisk.passes - 3) // 2, step_size=0.6, shrink=0.3)
-        easy = Itinerary([brisk], [], [Kind(end, "best")], lost[1:], shared, ends)
+        around = [Kind(replace(kind.attack, steps=_AROUND), "around", "found") for kind in more[:2]]
+        left -= brisk.passes + _cost(around)
+        end = Kind(replace(slow, steps=(left - 3) // 2, step_size=1.0, shrink=0.3), "best", "found")
+        easy = Itinerary([brisk], [], [*around, end], lost[1:], shared, ends)
         return Itinerary([first], [], [polish], lost, shared, ends, probe=probe, easy=easy)
     left -= first.passes + polish.passes
     longest = ((left - 8) // _AIMS - 1) // 2
