@@ -118,6 +118,25 @@ def test_wda_star_in_norm_1_is_exact_for_a_linear_model(passes):
     np.testing.assert_array_less(np.asarray(found.cost), 1.002 * np.array(least) + 1e-6)
 
 
+@pytest.mark.parametrize("passes", [21, 40, 69])
+def test_few_passes_in_norm_1_flip_what_walks_from_the_samples_do_not(passes):
+    """At most samples the model is flat, at random points not; a constant one is never flipped."""
+
+    def apply(share, x):
+        bent = jnp.maximum(jnp.max(x, axis=1), 0.6)
+        return jnp.stack([jnp.full(len(x), 0.8), share * bent], axis=1)
+
+    for share in (1.0, 0.0):
+        net = wdjax.Model(apply, jnp.float32(share))
+        x = jnp.tile(jnp.linspace(0.3, 0.75, 40)[:, None], 30)
+        found = ensembles.wda_star(
+            net, x, jnp.zeros(40, int), key=jax.random.key(0), ball=Lp(1), passes=passes
+        )
+        assert float(found.passes.mean()) <= passes + 3
+        flips = np.asarray(found.success)
+        assert flips.all() if share else not flips.any()
+
+
 def test_slp_keeps_flips_that_it_cannot_shorten():
     """A boundary that turns about the nearest flip; a flat model; a start that is none."""
     ring = wdjax.Model(lambda p, x: jnp.stack([0 * x[:, 0], jnp.sum(x**2, 1) - 1], 1), None)

@@ -77,9 +77,9 @@ def wda_star(
     sample, take the place of PDPGD for all: this one decision depends on which samples come
     together, and below 300 passes nothing else does. From 450 passes on every sample takes both,
     and from 300 on what is left is shared as above. Below 70 passes the trial is between a walk
-    from the sample and one from a random point, which then is made for samples without a flip. From
-    70 passes on :class:`~wdjax.attacks.SLP` shortens the flips at the end; of a linear model they
-    are then the nearest.
+    from the sample and one from a random point; then samples without a flip get a short walk from
+    such a point. :class:`~wdjax.attacks.SLP` shortens the flips at the end, from 70 passes on all
+    of them; of a linear model they are then the nearest.
 
     Fewer than 36 samples tell little about each other. From 150 to 299 passes (norm 1: to 199) each
     takes a walk from itself and one from a random point of the box; then one to the nearest class
@@ -146,7 +146,7 @@ def wda_star(
     order = validate.check_order(order)
     most = None if most is None else validate.check_count("most", most)
     plan = schedule(ball, validate.check_count("passes", passes), most, len(ask.y) < _SOME * _SOME)
-    kept = sum(kind.passes for kind in plan.last)
+    kept = sum(kind.passes for kind in plan.last if kind.where == "all")
     terms = Spending(passes - kept, tolerance, eps, order)
     probed = None
     if plan.probe is not None and plan.easy is not None:
@@ -208,9 +208,10 @@ class Standing(NamedTuple):
         return np.asarray(self.found.passes) + kind.passes <= self.most
 
     def suits(self, kind: Kind) -> np.ndarray:
-        """``[n]``: the samples to which a kind of ``Itinerary.always`` applies."""
-        own = {"near": self.near, "far": ~self.near, "found": np.asarray(self.found.success)}
-        return own.get(kind.where, np.ones_like(self.near))
+        """``[n]``: the samples to which a kind of ``Itinerary.always`` or ``last`` applies."""
+        near, found = self.near, np.asarray(self.found.success)
+        own = {"near": near, "far": ~near, "found": found, "lost": ~found}
+        return own.get(kind.where, np.ones_like(near))
 
     def after(self, result: Found, near: np.ndarray, searches: int = 1) -> "Standing":
         """The state after more searches, which walked the samples of ``near`` from themselves."""
@@ -268,7 +269,7 @@ def _ended(record: Standing, kinds: list[Kind], terms: Spending) -> Standing:
     If the passes cannot pay for all of these, they are of those with the largest expected gain.
     """
     for kind in kinds:
-        worth = _worth(record.found, record.hope, terms.eps, terms.order)
+        worth = _worth(record.found, record.hope, terms.eps, terms.order) * record.suits(kind)
         payable = _left(record, terms) * len(worth) / kind.passes
         record = record.walked(kind, _largest(worth, payable) & (worth > 0))
     return record

@@ -55,9 +55,9 @@ class Kind(NamedTuple):
     start: str
     """``"sample"``, ``"around"`` the sample at the scale of the best distance, or ``"best"``."""
     where: str = "all"
-    """For kinds in ``Itinerary.always``: ``"near"`` only for samples whose nearest flip came from a
-    walk that began at the sample, ``"far"`` only for the others; ``"found"`` only for samples with
-    a flip."""
+    """Of ``Itinerary.always`` and ``last`` a kind is made for samples that it suits: ``"near"``, if
+    their nearest flip came from a walk that began at the sample; ``"far"``, if not; ``"found"``, if
+    there is a flip; ``"lost"``, if there is none."""
     brief: int = 0
     """The number of brief walks from random points that come first: it starts at the nearest of
     their flips."""
@@ -129,7 +129,7 @@ def schedule(ball: Lp, passes: int, most: int | None = None, few: bool = False) 
     bold = Walk(ball, far=True, haste=1.0, step_size=2.0, shrink=0.35, width=2.3)
     more = [Kind(replace(walk, steps=later), "around") for walk in (held, bold)]
     if passes < _PILOTS and ball.norm == 1:
-        return _hasty(ball, passes, more)
+        return _hasty(ball, passes)
     if passes < _PILOTS:
         return Itinerary([far], [], [], [], more, [])
     ends = _ends(ball, passes) if ball.norm == 1 else []
@@ -165,16 +165,19 @@ def _ends(ball: Lp, passes: int) -> list[Kind]:
     return [Kind(SLP(ball, steps=min(most, passes // every)), "best")]
 
 
-def _hasty(ball: Lp, passes: int, more: list[Kind]) -> Itinerary:
+def _hasty(ball: Lp, passes: int) -> Itinerary:
     """The schedule for norm 1 if passes are few.
 
     Few steps from a random point end 5 to 50 times farther away than as many from the sample, but
-    those find no flip where gradients are tiny: trial samples, one in six, take both.
+    those find no flip where gradients are tiny. Trial samples, one in six, take both. Samples
+    without a flip take a third as many steps from a random point, and others end with two of linear
+    programming, as far as the passes go.
     """
-    steps = (6 * passes // 7 - 3) // 2
+    steps = (3 * passes // 4 - 3) // 2
     far, near = (Walk(ball, steps=steps, far=far, haste=1.0) for far in (True, False))
-    free = Kind(far, "sample")
-    return Itinerary([free, Kind(near, "sample")], [], [], [free], more, [])
+    lost = Kind(replace(far, steps=steps // 3 + 1), "sample", "lost")
+    end = Kind(SLP(ball, steps=2), "best", "found")
+    return Itinerary([Kind(far, "sample"), Kind(near, "sample")], [], [], [], [], [lost, end])
 
 
 def _broad(passes: int, aimed: Walk, bold: Walk, more: list[Kind], ends: list[Kind]) -> Itinerary:
