@@ -120,15 +120,16 @@ def test_wda_star_in_norm_1_is_exact_for_a_linear_model(passes):
 
 @pytest.mark.parametrize("passes", [21, 40, 69])
 def test_few_passes_in_norm_1_flip_what_walks_from_the_samples_do_not(passes):
-    """At most samples the model is flat, at random points not; a constant one is never flipped."""
+    """At samples that are no trials the model is flat, at random points not."""
 
     def apply(share, x):
-        bent = jnp.maximum(jnp.max(x, axis=1), 0.6)
-        return jnp.stack([jnp.full(len(x), 0.8), share * bent], axis=1)
+        seen = jnp.where(jnp.max(x, axis=1) > 0.6, x[:, 0], 0.5)
+        return jnp.stack([jnp.full(len(x), 0.8), share * seen], axis=1)
 
     for share in (1.0, 0.0):
         net = wdjax.Model(apply, jnp.float32(share))
-        x = jnp.tile(jnp.linspace(0.3, 0.75, 40)[:, None], 30)
+        level = jnp.linspace(0.65, 0.75, 40).at[1:6].set(0.4)
+        x = jnp.tile(level[:, None], 30)
         found = ensembles.wda_star(
             net, x, jnp.zeros(40, int), key=jax.random.key(0), ball=Lp(1), passes=passes
         )
