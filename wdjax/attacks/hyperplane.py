@@ -72,7 +72,7 @@ def project(
     moved = (rows + jnp.sign(forward) * length).reshape(z.shape)
     moved = moved if box is None else jnp.clip(moved, *box)
     instead = f"another attack, such as attacks.APGD, or {FORWARD}"
-    return forward_only(moved, instead, "the steps of FAB")
+    return forward_only(moved, instead, "the steps of FAB and SLP")
 
 
 def _raise(line: _Line, need: Array) -> Array:

@@ -41,8 +41,6 @@ _BRIEF = 13
 fewer steps they are too far away to tell which of them comes near a good flip."""
 _STARTS = 3, 6
 """Number of these brief walks, where passes or samples are few and where both are many."""
-
-
 _LINEAR = 20, 8
 """Norm 1 ends with one step of sequential linear programming for so many passes, and at most so
 many steps."""
@@ -217,10 +215,8 @@ def _sparse(ball: Lp, passes: int, more: list[Kind], ends: list[Kind]) -> Itiner
     left = passes - _cost(ends) - (probe.passes + 2 if probe else 0)
     steps = min(_SLOW, (left - first.passes - 3) // 2)
     slow = Walk(ball, steps=steps, haste=1.0, step_size=0.3, shrink=0.2)
-    polish, far = (
-        Kind(slow, "best", "found"),
-        Kind(replace(slow, far=True, haste=0.0, shrink=0.4), "sample"),
-    )
+    polish = Kind(slow, "best", "found")
+    far = Kind(replace(slow, far=True, haste=0.0, shrink=0.4), "sample")
     third = steps // 3
     free = Walk(ball, steps=third, far=True, haste=1.0)
     lost = [Kind(replace(slow, steps=steps - third - 1), "sample"), Kind(free, "sample")]
