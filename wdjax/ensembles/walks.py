@@ -90,7 +90,8 @@ class Itinerary(NamedTuple):
     always: list[Kind]
     """Searches of all samples that they suit."""
     lost: list[Kind]
-    """Searches of the samples without a flip."""
+    """Searches of the samples without a flip, in place of what others take from theirs; kinds of
+    ``last`` that suit ``"lost"`` samples are made as far as the passes go."""
     more: list[Kind]
     """Searches made where they pay; walks from the sample only where such a walk came nearest,
     and those with brief walks only where none did."""
@@ -172,7 +173,8 @@ def _hasty(ball: Lp, passes: int) -> Itinerary:
     programming, as far as the passes go.
     """
     steps = (3 * passes // 4 - 3) // 2
-    far, near = (Walk(ball, steps=steps, far=far, haste=1.0) for far in (True, False))
+    near = Walk(ball, steps=steps, haste=1.0)
+    far = replace(near, far=True)
     lost = Kind(replace(far, steps=steps // 3 + 1), "sample", "lost")
     end = Kind(SLP(ball, steps=2), "best", "found")
     return Itinerary([Kind(far, "sample"), Kind(near, "sample")], [], [], [], [], [lost, end])
