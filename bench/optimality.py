@@ -78,10 +78,10 @@ NAMES = (*SINGLE, *BISECTED, "wda-star")
 ALLOWED = {"resnet2b-linf": 2 / 255, "mnist-linf": 0.1, "mnist-l2": 2.0, "trades-linf": 0.3}
 # Setting: accuracy of `fast`, and backward passes an image until it is reached.
 FAST = {
-    "resnet2b-linf": (0.60, 10),
-    "mnist-linf": (0.96, 15),
-    "mnist-l2": (0.03, 25),
-    "trades-linf": (0.92, 80),
+    "resnet2b-linf": (0.60, 6),
+    "mnist-linf": (0.96, 9),
+    "mnist-l2": (0.02, 17),
+    "trades-linf": (0.92, 50.6),
 }
 # Setting, budget: backward passes an image and the accuracies over Omega_1 and Omega_2.
 STAR = [

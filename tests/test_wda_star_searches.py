@@ -1,4 +1,4 @@
-"""Which searches `wda_star` makes, of which samples and from where, with given results."""
+"""Which searches `wda_star` and `fast` make, of which samples, from where, with given results."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +7,7 @@ import pytest
 import wdjax
 from wdjax import Lp, attacks
 from wdjax.ensembles import star
+from wdjax.ensembles.fast import _hunt, _leg, _rounds
 from wdjax.ensembles.walks import Kind
 
 
@@ -59,7 +60,7 @@ def test_a_walk_starts_at_the_nearest_flip_of_the_brief_walks_before_it():
     ask.distances = type("Each", (dict,), {"__missing__": lambda self, key: next(brief)})(
         ask.distances
     )
-    found = star._follow(ask, 4, several, None, everyone)
+    found = several.follow(ask, 4, None, everyone)
     assert [number for number, _, _, _ in ask.asked] == [4, 5, 6]
     np.testing.assert_array_equal(ask.asked[-1][3][:, 0], [2.5, 2.0, 5.0])
     np.testing.assert_array_equal(found.cost, [1.0, 1.0, 5.0])
@@ -88,3 +89,23 @@ def test_trial_samples_that_nothing_flips_speak_for_no_start():
     )
     star._open(ask, plan, star.Spending(400, 1e-4, None, 1), np.inf, None)
     assert [attack for _, attack, _, _ in ask.asked] == [far, near, far]
+
+
+def test_fast_takes_small_steps_from_the_nearest_flips():
+    """Sixteen survivors, whose flips are beyond the radius; small steps bring two inside."""
+    n, ball = 16, Lp()
+    walks = [kind.attack for kind, _ in _rounds(ball)]
+    brief, held, again, small = walks[:4]
+    known = 0.31 + 0.01 * np.arange(n)
+    distances = dict.fromkeys(walks, np.full(n, np.inf))
+    distances |= {brief: known, held: known + 1, again: known - 0.005, small: np.full(n, 0.3)}
+    ask = Canned(n, distances)
+    found = ask.search(0, walks[4], only=np.ones(n, bool))
+    account = _hunt(ask, ball, found, jnp.full(n, 0.3), [_leg("", found)], 150)
+    asked = ask.asked[1:]
+    assert [attack for _, attack, _, _ in asked[:4]] == [brief, held, again, small]
+    assert [only.sum() for _, _, only, _ in asked[:5]] == [16, 16, 4, 2, 7]
+    np.testing.assert_allclose(asked[2][3][:, 0], known, rtol=1e-6)
+    np.testing.assert_allclose(asked[3][3][:4, 0], known[:4] - 0.005, rtol=1e-6)
+    assert [leg.accuracy for leg in account.legs[3:5]] == [1.0, 14 / 16]
+    assert not asked[4][2][:2].any()

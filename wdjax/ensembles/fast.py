@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from wdjax.checks import arguments, validate
 from wdjax.core import AnyArray, Array, Attack, Found, PyTree
 from wdjax.engine import driver
 from wdjax.ensembles.question import Question, question
+from wdjax.ensembles.walks import Kind, distances
 from wdjax.precision import full_precision
 
 _RESTARTS = 30
@@ -23,7 +25,7 @@ _CHEAP = 2.0
 LEAST = 12
 """Minimum number of passes a sample."""
 _PATIENCE = 12
-"""Number of consecutive walks without a flip after which the cascade ends: two rounds of walks."""
+"""Number of consecutive walks without a flip after which the cascade ends: a round of walks."""
 
 
 class Leg(NamedTuple):
@@ -66,10 +68,11 @@ def fast(
     Each search attacks the survivors only, and a sample leaves at its first flip. First come 8
     steps of margin PGD from the sample, then 8 from a random point of the box, repeated while they
     break samples or cost almost nothing. Then come minimum-norm walks, which follow the boundary
-    where an ascent stays inside, and whose distances tell which samples are nearly broken: 25 steps
-    from a random corner for all survivors, again for the half with the nearest flips, a quarter and
-    so on, and 20 steps to each of three classes for the nearest quarter. This is repeated until the
-    passes are spent or two rounds of walks broke no sample. A flip farther than ``eps`` does not
+    where an ascent stays inside, and whose distances tell which samples are nearly broken: two of
+    13 steps for all survivors; more from the best points and from random corners for the half, the
+    quarter and the eighth with the nearest flips; small steps from the best points of the nearest
+    eighth; and 20 steps to each of three classes for the nearest quarter. This is repeated until
+    the passes are spent or a round of walks broke no sample. A flip farther than ``eps`` does not
     count.
 
     Args:
@@ -139,39 +142,47 @@ def fast(
 def _hunt(
     ask: Question, ball: Lp, found: Found, radii: Array, legs: list[Leg], passes: int
 ) -> Account:
-    """Walks (minimum-norm searches) on ever smaller shares of the survivors.
+    """Walks (minimum-norm searches) on shares of the survivors, those with the nearest flips first.
 
-    Survivors with the nearest flips are walked first. ``radii`` ``[n]`` are the samples' eps; a Leg
-    is appended to ``legs`` for every walk. Ends when no sample survives, when the next walk would
-    exceed ``passes`` (a mean over all samples), or when ``_PATIENCE`` walks in a row broke no
-    sample.
+    ``radii`` ``[n]`` are the samples' eps; a Leg is appended to ``legs`` for every walk. Ends when
+    no sample survives, when the next walk would exceed ``passes`` (a mean over all samples), or
+    when ``_PATIENCE`` walks in a row broke no sample.
     """
+    nearest: Found | None = None
     distance, idle = np.full(len(ask.y), np.inf), 0
-    for walk, share in itertools.chain(_rounds(ball), itertools.cycle(_rounds(ball)[1:])):
+    for kind, share in itertools.cycle(_rounds(ball)):
         left = np.asarray(found.correct & ~found.success)
         order = np.lexsort((-np.asarray(found.margin), distance, ~left))
         only = np.zeros(len(left), bool)
         only[order[: int(np.ceil(share * left.sum()))]] = True
-        cost = max(1, walk.targets) * (walk.steps + 1) + (6 if walk.targets else 0)
         spent = max(legs[-1].forwards, legs[-1].gradients)
-        affordable = spent + cost * only.mean() + 2 <= passes
+        affordable = spent + kind.passes / 2 * only.mean() + 2 <= passes
         if not left.any() or not affordable or idle >= _PATIENCE:
             break
-        scale = np.where(np.isfinite(distance), distance, radii)
-        seen = ask.search(len(legs), walk, eps=scale, only=only)
-        known = np.where(seen.success, np.asarray(seen.cost, float), np.inf)
-        distance = np.where(only, np.minimum(distance, known), distance)
+        seen = kind.follow(ask, len(legs), nearest, only)
+        nearest = seen if nearest is None else driver.best_of(nearest, seen)
+        distance = distances(nearest)
         found = driver.within(found, seen, radii)
         legs.append(_leg(f"walk, the nearest {share:.3g}", found))
         idle = 0 if legs[-1].accuracy < legs[-2].accuracy else idle + 1
     return Account(found, tuple(legs))
 
 
-def _rounds(ball: Lp) -> list[tuple[Walk, float]]:
-    """The walks of one round, in order, each with the share of the survivors that takes it."""
+def _rounds(ball: Lp) -> list[tuple[Kind, float]]:
+    """The walks of one round, in order, each with the share of the survivors that takes it.
+
+    A survivor's flip is often a few percent farther than the radius. Small steps from the best
+    points of the nearest survivors cost little and bring the most of these inside.
+    """
+    brief = Kind(Walk(ball, steps=13, far=True, haste=1.0), "sample")
     held = Walk(ball, steps=25, far=True, haste=0.5, step_size=1.1, shrink=0.25, width=1.3)
-    aimed = Walk(ball, steps=20, targets=3)
-    return [*((held, 0.5**number) for number in range(6)), (aimed, 0.25)]
+    again = Kind(Walk(ball, steps=20), "best")
+    small = Kind(Walk(ball, steps=12, step_size=0.1, shrink=0.1), "best")
+    aimed = Kind(Walk(ball, steps=20, targets=3), "sample")
+    around = Kind(held, "around")
+    nearer = [(around, 0.25), (around, 0.125), (small, 0.125)]
+    first = [(brief, 1.0), (Kind(replace(held, steps=13), "around"), 1.0), (again, 0.25)]
+    return [*first, (small, 0.125), (around, 0.5), *nearer, (aimed, 0.25), *nearer]
 
 
 def _leg(name: str, found: Found) -> Leg:

@@ -16,7 +16,7 @@ from wdjax.core import AnyArray, Array, Found, PyTree
 from wdjax.engine import batching, driver
 from wdjax.engine.diagnosis import diagnosed
 from wdjax.ensembles.question import Question, question
-from wdjax.ensembles.walks import Itinerary, Kind, schedule
+from wdjax.ensembles.walks import Itinerary, Kind, distances, schedule
 
 _HOPE = 0.2
 """Relative gain in distance expected of the first walk after the opening."""
@@ -150,7 +150,7 @@ def wda_star(
     terms = Spending(passes - kept, tolerance, eps, order)
     probed = None
     if plan.probe is not None and plan.easy is not None:
-        probed = _follow(ask, 0, plan.probe, None, np.ones(len(ask.y), bool))
+        probed = plan.probe.follow(ask, 0, None, np.ones(len(ask.y), bool))
         right = np.asarray(probed.correct)
         flips = right & np.asarray(probed.success)
         plan = plan.easy if flips.sum() > _EASY * right.sum() else plan
@@ -200,7 +200,7 @@ class Standing(NamedTuple):
     def walked(self, kind: Kind, only: np.ndarray) -> "Standing":
         """The state after search ``kind`` of the samples of ``only`` that may still take it."""
         only = only & self.affords(kind)
-        result = _follow(self.ask, self.number, kind, self.found, only)
+        result = kind.follow(self.ask, self.number, self.found, only)
         return self.after(result, only & kind.near, 1 + kind.brief)
 
     def affords(self, kind: Kind) -> np.ndarray:
@@ -215,7 +215,7 @@ class Standing(NamedTuple):
 
     def after(self, result: Found, near: np.ndarray, searches: int = 1) -> "Standing":
         """The state after more searches, which walked the samples of ``near`` from themselves."""
-        nearer = _distance(result) < _distance(self.found)
+        nearer = distances(result) < distances(self.found)
         return self._replace(
             number=self.number + searches,
             found=driver.best_of(self.found, result),
@@ -242,19 +242,19 @@ def _open(
     if trial.all() and terms.passes < sum(kind.passes for kind in firsts):
         firsts = firsts[-1:]
     number = 0 if probed is None else 1
-    found = _follow(ask, number, firsts[0], None, trial)
+    found = firsts[0].follow(ask, number, None, trial)
     if probed is not None:
         found = driver.joined(found, probed, jnp.asarray(probed.success & ~found.success))
     near, tried = trial & firsts[0].near, [found]
     record = Standing(ask, number + 1, found, near, near, np.full(len(trial), _HOPE), {}, most)
     for kind in firsts[1:]:
         only = trial & record.affords(kind)
-        tried.append(_follow(ask, record.number, kind, found, only))
+        tried.append(kind.follow(ask, record.number, found, only))
         record = record.after(tried[-1], only & kind.near)
-    lengths = np.array([_distance(one)[trial] for one in tried])
+    lengths = np.array([distances(one)[trial] for one in tried])
     farthest = lengths.max(initial=0.0, where=np.isfinite(lengths))
     kind = firsts[int(np.argmin(np.minimum(lengths, 2 * farthest).sum(axis=1)))]
-    distance = _distance(record.found)
+    distance = distances(record.found)
     right, several = distance > 0, plan.several
     far = right & ~record.near & np.isfinite(distance)
     better = kind is plan.firsts[0] and far[trial].sum() > _MAJORITY * right[trial].sum()
@@ -304,13 +304,13 @@ def _compare(record: Standing, look: list[Kind], terms: Spending) -> Standing:
     """
     short, walk = look
     nobody = np.zeros(len(record.ask.y), bool)
-    clean = _follow(record.ask, record.number, short, record.found, nobody)
+    clean = short.follow(record.ask, record.number, record.found, nobody)
     record = record.after(clean, nobody)
     worth = _worth(record.found, record.hope, terms.eps, terms.order) > 0
     blind = ~record.looked & worth & record.affords(short)
-    result = _follow(record.ask, record.number, short, record.found, blind)
-    again = blind & (_distance(result) <= _NEAR * _distance(record.found))
-    again |= worth & _long(_distance(record.found), -np.asarray(clean.margin, np.float64))
+    result = short.follow(record.ask, record.number, record.found, blind)
+    again = blind & (distances(result) <= _NEAR * distances(record.found))
+    again |= worth & _long(distances(record.found), -np.asarray(clean.margin, np.float64))
     return record.after(result, blind).walked(walk, again)
 
 
@@ -376,44 +376,11 @@ def _gain(before: Found, after: Found) -> np.ndarray:
 
     A first flip counts as a gain of 1, and a distance of 0 cannot gain.
     """
-    one, other = _distance(before), _distance(after)
+    one, other = distances(before), distances(after)
     known = np.isfinite(one) & (one > 0)
     return np.where(
         known, 1 - other / np.where(known, one, 1.0), np.isinf(one) & np.isfinite(other)
     )
-
-
-def _follow(ask: Question, number: int, kind: Kind, found: Found | None, only: np.ndarray) -> Found:
-    """Search ``number`` of the ensemble, on the samples of ``only``, where the kind says it starts.
-
-    Kind "best" starts at the nearest flips of ``found``; kind "around" starts near the sample, at
-    the scale of those flips' distances; a kind with brief walks at the nearest of their flips;
-    otherwise, or if ``found`` is None, the search starts at the sample. Scale 0 means none, and
-    needs no program of its own.
-    """
-    scale = np.zeros(len(ask.y), np.float32)
-    if found is not None and kind.start == "around":
-        scale = _scale(found)
-    start = found.x_adv if found is not None and kind.start == "best" else None
-    flips: list[Found] = []
-    for brief in range(kind.brief):
-        flips.append(ask.search(number + brief, kind.first, eps=0 * scale, only=only))
-        start = driver.best_of(*flips).x_adv
-    last = ask.search(number + kind.brief, kind.attack, eps=scale, start=start, only=only)
-    return driver.best_of(*flips, last)
-
-
-def _scale(found: Found) -> np.ndarray:
-    """``[n]``: the distance of each sample's nearest flip; without one the median, or 0."""
-    distance = _distance(found)
-    known = distance[np.isfinite(distance) & (distance > 0)]
-    typical = float(np.median(known)) if len(known) else 0.0
-    return np.where(np.isfinite(distance), distance, typical).astype(found.cost.dtype)
-
-
-def _distance(found: Found) -> np.ndarray:
-    """``[n]``: distances of the nearest flips in float64, inf where there is none."""
-    return np.where(found.success, np.asarray(found.cost, np.float64), np.inf)
 
 
 def _worth(found: Found, gain: np.ndarray, eps: float | None, order: float) -> np.ndarray:
@@ -424,7 +391,7 @@ def _worth(found: Found, gain: np.ndarray, eps: float | None, order: float) -> n
     attacked accuracy. Without a budget it is in distance. A sample without a flip counts as if its
     flip were at the largest distance found.
     """
-    distance = _distance(found)
+    distance = distances(found)
     known = distance[np.isfinite(distance)]
     farthest = known.max(initial=0.0) or 1.0
     power, price = 1.0, np.inf

@@ -1,12 +1,18 @@
-"""The schedule of searches of :func:`wdjax.ensembles.wda_star`, for a number of passes."""
+"""The searches of which :func:`wdjax.ensembles.wda_star` and :func:`wdjax.ensembles.fast` are made,
+and the schedule of the former for a number of passes."""
 
 from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
 
 from wdjax.attacks.pdpgd import PDPGD
 from wdjax.attacks.slp import SLP
 from wdjax.attacks.walk import Walk
 from wdjax.balls import Lp
+from wdjax.core import Found
+from wdjax.engine import driver
+from wdjax.ensembles.question import Question
 
 _LEAST = 21
 """Passes of the shortest schedule."""
@@ -78,6 +84,38 @@ class Kind(NamedTuple):
         """Whether it walks from the sample itself, not from a random point around it."""
         walks = isinstance(self.attack, Walk) and not self.attack.far and not self.brief
         return walks and self.start == "sample"
+
+    def follow(self, ask: Question, number: int, found: Found | None, only: np.ndarray) -> Found:
+        """Search ``number`` of an ensemble, on the samples of ``only``, from where the kind starts.
+
+        ``"best"`` starts at the nearest flips of ``found``; ``"around"`` starts near the sample, at
+        the scale of those flips' distances; a kind with brief walks at the nearest of their flips;
+        otherwise, or if ``found`` is None, the search starts at the sample. Scale 0 means none, and
+        needs no program of its own.
+        """
+        scale = np.zeros(len(ask.y), np.float32)
+        if found is not None and self.start == "around":
+            scale = _scale(found)
+        start = found.x_adv if found is not None and self.start == "best" else None
+        flips: list[Found] = []
+        for brief in range(self.brief):
+            flips.append(ask.search(number + brief, self.first, eps=0 * scale, only=only))
+            start = driver.best_of(*flips).x_adv
+        last = ask.search(number + self.brief, self.attack, eps=scale, start=start, only=only)
+        return driver.best_of(*flips, last)
+
+
+def distances(found: Found) -> np.ndarray:
+    """``[n]``: distances of the nearest flips in float64, inf where there is none."""
+    return np.where(found.success, np.asarray(found.cost, np.float64), np.inf)
+
+
+def _scale(found: Found) -> np.ndarray:
+    """``[n]``: the distance of each sample's nearest flip; without one the median, or 0."""
+    distance = distances(found)
+    known = distance[np.isfinite(distance) & (distance > 0)]
+    typical = float(np.median(known)) if len(known) else 0.0
+    return np.where(np.isfinite(distance), distance, typical).astype(found.cost.dtype)
 
 
 class Itinerary(NamedTuple):
