@@ -454,6 +454,7 @@ def test_a_proof_with_one_number_changed_is_refused_or_another_proof(found):
         if len(data[name]):
             refused({**data, name: data[name][:-1]}, files)
     refused({**data, "format": np.array(1)}, files, "format")
+    refused({name: one for name, one in data.items() if name != "format"}, files, "no array named")
     if len(data["cuts"]):
         less = data["cuts"].copy()
         less[:, 1] -= 0.05

@@ -335,6 +335,7 @@ def check(proof: Any, model: Any, vnnlib: Any) -> dict[str, Any]:
     try:
         content = proof if isinstance(proof, bytes) else Path(proof).read_bytes()
         data = archive.arrays(io.BytesIO(content), len(content))
+        _need("format" in data, "it has no array named 'format', as proofs have")
         _need(int(data["format"]) == FORMAT, f"the format is not {FORMAT}")
         for name, path in (("model", model), ("property", vnnlib)):
             digest = hashlib.sha256(Path(path).read_bytes()).digest()
