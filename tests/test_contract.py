@@ -78,7 +78,7 @@ VARIANTS = {
     "pgd restarts": (functools.partial(attacks.PGD, steps=3, restarts=3), {"kappa": 1.5}),
     "pgd l0": (functools.partial(attacks.PGD, steps=4, restarts=2), {"kappa": 2.0}),
     "sigma-zero": (functools.partial(attacks.SigmaZero, steps=20), {}),
-    "slp": (functools.partial(attacks.SLP, steps=8), {}),
+    "slp": (functools.partial(attacks.SLP, steps=4), {}),
 }
 ATTACKS = FOUNDATION | ROOM | VARIANTS
 # Attacks that are not defined in every norm are tried in those for which they are.
