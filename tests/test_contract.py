@@ -78,6 +78,7 @@ VARIANTS = {
     "pgd restarts": (functools.partial(attacks.PGD, steps=3, restarts=3), {"kappa": 1.5}),
     "pgd l0": (functools.partial(attacks.PGD, steps=4, restarts=2), {"kappa": 2.0}),
     "sigma-zero": (functools.partial(attacks.SigmaZero, steps=20), {}),
+    # From five steps on in norm 2, points may be 3e-5 apart whose distances differ by 1e-7 only.
     "slp": (functools.partial(attacks.SLP, steps=4), {}),
 }
 ATTACKS = FOUNDATION | ROOM | VARIANTS
